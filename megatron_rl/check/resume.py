@@ -16,8 +16,8 @@ from megatron_rl.config.checkpoint_meta import (
     read_meta,
     require_layout,
     require_roles,
-    require_same_build,
     require_same_model,
+    require_same_properties,
     require_state_format,
 )
 from megatron_rl.config.derive import with_needed_roles
@@ -156,7 +156,7 @@ def resumed_build_errors(
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
 
                 build = _learner_build(config.model.dtype, optimizer, adapters.get(name))
-                require_same_build(checkpoint, name, meta["roles"][name], build)
+                require_same_properties(checkpoint, name, meta["roles"][name], build)
         except UserError as error:
             errors.append(error)
         except _DAMAGED_META:

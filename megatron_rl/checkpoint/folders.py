@@ -1,7 +1,7 @@
 """Checkpoint folders: written under a partial name, published when complete, verified before they are read.
 
 All ranks share the folder's file system, and each rank writes and reads some of the files. A step that fails
-on one rank raises on all ranks: otherwise they would wait for the failed rank in the next collective.
+on one rank raises on all ranks: the other ranks would otherwise wait for it in the next collective.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PROGRESS_SECONDS = 1.0
 def compute_on_first_rank(compute: Callable[[], Any]) -> Any:
     """Compute a value on the first rank and return it on all ranks. Collective over the world.
 
-    Used for reads of a shared file system: for a short time after a write, ranks can read different states.
+    Use it to read a shared file system: shortly after a write, two ranks can read different states.
     """
     value = None
     if device.rank() == 0:
@@ -77,7 +77,7 @@ def run_write_step(
 def convert_write_error(error: Exception, folder: Path) -> Exception:
     """Return a UserError for a failed write of ``folder`` if disk, memory or the system caused it.
 
-    Full disks and exhausted memory surface as many types of exceptions. Other errors are returned unchanged.
+    Other errors are returned unchanged.
     """
     if isinstance(error, UserError):
         return error
@@ -93,7 +93,7 @@ def convert_write_error(error: Exception, folder: Path) -> Exception:
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.full_disk_error(folder, f"the checkpoint {folder.name}", first_line(error))
 
-    # torch's writer reports its position instead of the system's reason.
+    # The error of torch's writer contains a file position and not the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
         return UserError(
             f"the checkpoint {folder.name} cannot be written",
@@ -119,14 +119,15 @@ def write_tensors(
     folder: Path,
     model: ParallelModel | None,
     state: dict[str, Any],
-    content: Mapping[str, Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Write Megatron's sharded ``state`` into an empty folder, and wait until it is written.
 
-    Ranks outside the layout of ``model`` pass None. ``content`` is Megatron's metadata for readers of the
-    checkpoint, if any. Call it inside `checkpoint.tensors.megatron_scope`. Collective over the world.
+    Ranks outside the model's layout pass None as ``model``. ``content_metadata`` is metadata that Megatron
+    stores for readers of the checkpoint, or None. Call it inside `checkpoint.tensors.megatron_scope`.
+    Collective over the world.
     """
-    tensor_write = TensorWrite(folder, model, state, content, copy_host_tensors=False)
+    tensor_write = TensorWrite(folder, model, state, content_metadata, copy_host_tensors=False)
     run_write_step(tensor_write.write_shards, "write a checkpoint", folder)
     tensor_write.write_tensor_index()
 
@@ -178,7 +179,7 @@ class PendingCheckpoint:
         If a rank failed, raises UserError, or RuntimeError with the failed rank, on all ranks. Collective
         over the world.
         """
-        # `save` has already finished a checkpoint in the foreground.
+        # `save_checkpoint` has already finished the checkpoint, unless it is written in the background.
         if self._is_finished:
             return
         run_write_step(self._wait_for_thread, "write the checkpoint", self.final)
@@ -243,8 +244,8 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
     world.
     """
     digests: dict[str, str] = {}
-    for gathered in gather_objects(dict(rank_digests)):
-        digests |= gathered
+    for gathered_digests in gather_objects(dict(rank_digests)):
+        digests |= gathered_digests
 
     # Files that Megatron writes itself, such as the index of tensors, have no digest yet.
     names = compute_on_first_rank(lambda: durable.files_below(folder))
@@ -256,8 +257,8 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
         new_digests.update(durable.compute_digests(folder, rank_names))
 
     run_write_step(compute_rank_digests, "flush the checkpoint to the disk", folder)
-    for gathered in gather_objects(new_digests):
-        digests |= gathered
+    for gathered_digests in gather_objects(new_digests):
+        digests |= gathered_digests
     return digests
 
 
@@ -267,10 +268,10 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests, or None if it has none.
 
-    First, a checkpoint whose replacement was interrupted by a kill is renamed back. Damaged checkpoints are
-    not deleted. ``log`` receives a line for each renamed and each damaged checkpoint. If an intact checkpoint
-    exists, files of interrupted saves are deleted. Raises UserError if all checkpoints are damaged.
-    Collective over the world.
+    If a kill interrupted the replacement of a checkpoint, the old checkpoint is first renamed back. Damaged
+    checkpoints are not deleted. ``log`` receives a line for each renamed and each damaged checkpoint. If an
+    intact checkpoint exists, files of interrupted saves are deleted. Raises UserError if all checkpoints are
+    damaged. Collective over the world.
     """
     for path in compute_on_first_rank(lambda: durable.recover_replaced(folder)):
         log(f"{path}: restored from {durable.replaced_path(path).name}, which an interrupted save left")
@@ -279,7 +280,8 @@ def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> P
     for path in reversed(compute_on_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damaged_files(path)
         if not problems:
-            # If the last save of a run was interrupted, no later save deletes its files.
+            # Delete the files of an interrupted save here: if it was the last save of a run, no later save
+            # deletes them.
             compute_on_first_rank(lambda: remove_interrupted_saves(folder))
             return path
 
@@ -300,7 +302,7 @@ def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> P
 
 def require_intact_checkpoint(path: Path) -> None:
     """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
-    # Raises UserError for a folder that is not a checkpoint: it has no readable meta.json.
+    # A folder without a readable meta.json is not a checkpoint: `read_meta` raises UserError.
     read_meta(path)
     problems = find_damaged_files(path)
     if problems:
@@ -316,8 +318,8 @@ def require_intact_checkpoint(path: Path) -> None:
 def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
     """Raise UserError for the first model folder whose files do not match their digests.
 
-    ``keys_by_folder`` maps each folder to the configuration key whose value it is. A folder without digests,
-    such as a download, is not verified. Collective over the world.
+    ``keys_by_folder`` maps each folder to the configuration key that names it. A folder without digests, such
+    as a download, is not verified. Collective over the world.
     """
     for path, key in keys_by_folder.items():
         problems = find_damaged_model_files(Path(path))

@@ -41,9 +41,9 @@ VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
 _MAX_POSITIONS = 1 << 20
 """Upper bound of --max-position-embeddings in written checkpoints."""
-_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """Metadata from which Megatron-LM's loader derives the names of sharded states."""
-_LISTED = 6
+_MAX_NAMES_LISTED = 6
 """Maximum number of tensor names in an error."""
 
 
@@ -60,9 +60,9 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     """
     model = read_pretrained(Path(source) / "config.json")
     arguments = derive_arguments(model)
-    origin = read_pointer(source)
-    if origin is not None:
-        return dict(origin["arguments"]), int(origin["iteration"])
+    pointer = read_pointer(source)
+    if pointer is not None:
+        return dict(pointer["arguments"]), int(pointer["iteration"])
 
     positions = min(model.shape.max_positions, _MAX_POSITIONS)
     padding = -model.shape.vocab % VOCABULARY_MULTIPLE
@@ -96,10 +96,11 @@ def save_megatron(
 ) -> Path:
     """Write ``iter_N`` and the tracker for pretrain_gpt.py --load; return the path of ``iter_N``.
 
-    ``arguments`` come from `checkpoint_arguments`, equal on every rank; ranks outside the layout of ``model``
-    pass None. Adapters are merged into the weights. Optimizer and random generators are not saved: the saved
-    arguments contain --no-save-optim and --no-save-rng. Retains the newest ``keep`` iterations, by default
-    all. Collective over the world; the folder is on a file system that all ranks share.
+    ``arguments`` come from `checkpoint_arguments` and are equal on every rank. Ranks outside the model's
+    layout pass None as ``model``. Adapters are merged into the weights. Optimizer and random generators are
+    not saved: the saved arguments contain --no-save-optim and --no-save-rng. The newest ``keep`` iterations
+    are retained, by default all. Collective over the world; the folder is on a file system that all ranks
+    share.
     """
     final = iteration_folder(folder, iteration)
     partial_folder = partial_path(final)
@@ -123,7 +124,7 @@ def save_megatron(
     run_write_step(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
         with megatron_scope(model), without_adapters(model):
-            write_tensors(partial_folder, model, _build_state(model, arguments, iteration), _CONTENT)
+            write_tensors(partial_folder, model, _build_state(model, arguments, iteration), _CONTENT_METADATA)
     except Exception as error:
         raise convert_write_error(error, final) from error
     run_write_step(publish, "complete the Megatron checkpoint", final)
@@ -156,7 +157,8 @@ def _build_state(
     saved_arguments = {name: _torch_value(value) for name, value in arguments.items()}
     saved_arguments |= {
         "iteration": iteration,
-        # If these sizes equal Megatron-LM's own sizes, it expects random generators, which are not stored.
+        # If Megatron-LM runs with the same two sizes, it loads the random generators unless `no_save_rng` is
+        # set.
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -221,7 +223,7 @@ def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
         local_shape=tuple(data.shape),
         global_shape=(num_rows, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
-        # Number of equal shards; None, since the last shard may have a different size.
+        # Megatron stores the number of equal shards here. None allows a last shard of a different size.
         axis_fragmentations=None,
     )
 
@@ -244,7 +246,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     checkpoint = read_pointed_checkpoint(source)
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
-    # Restore one optimizer state at a time: its values for all parameters of this rank are in host memory.
+    # Restore one optimizer state at a time: host memory holds its values for all parameters of this rank.
     for stored_name, open_files in _iterate_optimizer_states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
@@ -314,7 +316,7 @@ def _open_verified_buffers(
         if not differing_names:
             return master_weights
 
-    listed_names = ", ".join(sorted(set(differing_names))[:_LISTED])
+    listed_names = ", ".join(sorted(set(differing_names))[:_MAX_NAMES_LISTED])
     raise UserError(
         "the master weights in the Megatron checkpoint's optimizer differ from the weights of its model",
         where="model.resume_optimizer",

@@ -53,8 +53,8 @@ from megatron_rl.config.checkpoint_meta import (
     read_meta,
     require_layout,
     require_roles,
-    require_same_build,
     require_same_model,
+    require_same_properties,
     require_state_format,
     write_meta,
 )
@@ -110,7 +110,8 @@ def save_checkpoint(
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, or None for all.
         best_steps: steps whose checkpoints are retained in addition.
-        layout: format of distributed optimizers: `ANY` layout can read it, or only the `SAME` layout.
+        layout: what is saved of a distributed optimizer: complete states, which every layout can load
+            (`ANY`), or the shards of this layout (`SAME`).
         in_background: write from copies, so that the models may change meanwhile; the caller must call
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
@@ -164,7 +165,8 @@ def save_checkpoint(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # A background write needs copies. So do weights that are in the model only inside the context.
+            # Copy tensors that may change before they are written: a background write runs while the model is
+            # trained, and `role.weights()` puts other weights into the model only for a moment.
             needs_copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = plan_tensor_write(
@@ -198,7 +200,7 @@ def _prepare_folders(
             require_savable_shards(role.optimizer)
 
     if device.rank() == 0:
-        # A killed save leaves its partial folder.
+        # Remove the partial folder of a save that was killed.
         durable.remove_path(partial_path(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
@@ -242,9 +244,9 @@ def _broadcast_from_layout(value: Any, model: ParallelModel | None) -> Any:
     if model is not None and model.groups.layout.ranks[0] == device.rank():
         boxed_value = (value,)
 
-    for gathered in gather_objects(boxed_value):
-        if gathered is not None:
-            return gathered[0]
+    for rank_value in gather_objects(boxed_value):
+        if rank_value is not None:
+            return rank_value[0]
     return value
 
 
@@ -383,7 +385,7 @@ def _role_meta(
 ) -> dict[str, Any]:
     """Return a role's description in meta.json, which `load_checkpoint` compares with the role to restore.
 
-    ``layout`` is the format of a distributed optimizer: `ANY` or `SAME`.
+    ``layout`` is documented in `save_checkpoint`.
     """
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
@@ -399,7 +401,7 @@ def _role_meta(
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
         "optimizer_layout": stored_layout,
-        # The index of the shards has the states of Adam.
+        # Only the shards of Adam can be loaded on another layout, by their index.
         "indexed_shards": is_distributed and is_adam and layout == SAME,
         "adapters": _describe_adapters(model),
         "base": _adapter_base_checksum(model),
@@ -457,20 +459,20 @@ def _require_same_role(
     model: ParallelModel,
     optimizer: Optimizer | None,
 ) -> None:
-    """Raise UserError if meta.json has a different model, layer kind, adapter or optimizer for the role.
+    """Raise UserError if a role was saved with a different model, layer kind, adapter or optimizer.
 
-    Without ``optimizer``, optimizer and dtype are not compared.
+    ``meta`` is the role's entry in meta.json. Without ``optimizer``, optimizer and dtype are not compared.
     """
     require_same_model(folder, meta["model"], describe_model(model.hf_config))
-    build = {
+    properties = {
         "layers": _layer_kind(model),
         "adapters": _describe_adapters(model),
         "base": _adapter_base_checksum(model),
     }
 
     if optimizer is not None:
-        build |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype_name(model)}
-    require_same_build(folder, role, meta, build)
+        properties |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype_name(model)}
+    require_same_properties(folder, role, meta, properties)
 
 
 # --- Random generators

@@ -39,7 +39,7 @@ from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.progress import count_progress
 from megatron_rl.weights.boxes import intersect
 
-_INDEX = "parameters_*.json"
+_INDEX_PATTERN = "parameters_*.json"
 """Pattern of the index files, which the first rank of each data-parallel group writes."""
 
 
@@ -56,7 +56,7 @@ class ParameterBox:
     start: tuple[int, ...]
     """First index of the box in each dimension of the tensor."""
     size: tuple[int, ...]
-    """Extent of the box in each dimension."""
+    """Number of elements of the box in each dimension."""
     first: int
     """Offset of the box's first value in the flattened parameter, in elements."""
     strides: tuple[int, ...]
@@ -70,25 +70,25 @@ class ParameterBox:
         return offset
 
     def narrow_to_range(self, begin: int, end: int) -> ParameterBox:
-        """Return the smaller box that contains all elements in a range of the flattened parameter.
+        """Return the part of the box in a range of the flattened parameter.
 
-        ``begin`` and ``end`` are offsets in elements. The box is narrowed only along its dimension of largest
-        stride, so it may contain elements outside the range.
+        ``begin`` and ``end`` are the offsets of the range in elements. The box is narrowed only along its
+        dimension of largest stride, so the part may also contain elements outside the range.
         """
-        dims = [dim for dim, extent in enumerate(self.size) if extent > 1]
+        dims = [dim for dim, count in enumerate(self.size) if count > 1]
         if not dims:
             return self
 
         # The elements of a slice are within one stride, because this dimension has the largest stride.
         dim = max(dims, key=lambda dim: self.strides[dim])
         stride = self.strides[dim]
-        extent = self.size[dim]
+        num_slices = self.size[dim]
 
         # Round the first slice down, so that it contains ``begin``, and the end slice up.
         first_slice = (begin - self.first) // stride
-        first_slice = min(max(first_slice, 0), extent)
+        first_slice = min(max(first_slice, 0), num_slices)
         end_slice = -(-(end - self.first) // stride)
-        end_slice = max(min(end_slice, extent), first_slice)
+        end_slice = max(min(end_slice, num_slices), first_slice)
 
         start = list(self.start)
         start[dim] += first_slice
@@ -146,7 +146,7 @@ def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Opti
     if not box_records:
         return []
 
-    path = folder / _INDEX.replace("*", str(device.rank()))
+    path = folder / _INDEX_PATTERN.replace("*", str(device.rank()))
     index = {"steps": step_count(optimizer), "parts": box_records}
     path.write_text(json.dumps(index), encoding="utf-8")
     return [path]
@@ -241,7 +241,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
     for sub_optimizer in optimizer.sub_optimizers:
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
-            # Only the rows with which this layout pads the vocabulary may be absent from the checkpoint.
+            # Only rows that pad the vocabulary may be absent from the checkpoint.
             may_be_absent = getattr(sharded_parameters[parameter], "allow_shape_mismatch", False)
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
@@ -288,8 +288,8 @@ def _copy_box(
         # Read the contiguous range from the first to the last element of the overlap.
         start, size = overlap
         num_elements = 1
-        for extent, stride in zip(size, source.strides, strict=True):
-            num_elements += (extent - 1) * stride
+        for count, stride in zip(size, source.strides, strict=True):
+            num_elements += (count - 1) * stride
         begin = stored_box.begin + source.offset_of(start)
         elements = bucket_reader.read(state_name, stored_box.bucket, begin, num_elements)
 
@@ -302,7 +302,7 @@ def _copy_box(
     return math.prod(box.size) - num_copied
 
 
-class _Index(NamedTuple):
+class _ShardIndex(NamedTuple):
     """Index of a checkpoint's optimizer shards, merged from all index files."""
 
     boxes: dict[str, list[_StoredBox]]
@@ -311,12 +311,12 @@ class _Index(NamedTuple):
     """Number of optimizer steps before the save."""
 
 
-def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
+def _read_index(folder: Path, tensor_names: set[str]) -> _ShardIndex:
     """Read the index files of a role's folder; return the boxes of the named global tensors."""
     stored_boxes: dict[str, list[_StoredBox]] = {}
     unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
-    for path in sorted(folder.glob(_INDEX)):
+    for path in sorted(folder.glob(_INDEX_PATTERN)):
         index = json.loads(path.read_text(encoding="utf-8"))
         steps = max(steps, int(index["steps"]))
 
@@ -332,7 +332,7 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
             unique_boxes.add(box_key)
             stored_boxes.setdefault(box.key, []).append(stored_box)
 
-    return _Index(stored_boxes, steps)
+    return _ShardIndex(stored_boxes, steps)
 
 
 def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
@@ -350,8 +350,8 @@ def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not contain.
 
-    Without ``box`` the state belongs to a parameter that Megatron copies before sharding, which no index can
-    contain.
+    ``box`` is the box without state. If Megatron copies a parameter before it shards it, the index cannot
+    contain the parameter, and ``box`` is None.
     """
     location = "a parameter whose shards Megatron copies"
     if box is not None:

@@ -1,7 +1,7 @@
 """Weights and optimizer in Megatron's distributed format, which any parallel layout can read.
 
-Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module adapts
-these functions to models without them.
+Megatron's save and load expect process-global groups and Transformer Engine's layers. The models here may
+have neither, and this module adapts the two functions to them.
 
 Megatron's asynchronous save plans a write, copies tensors to the host, and starts another process that writes
 them. A forked process loses the threads of vLLM and gloo. A spawned process creates another context on the
@@ -50,10 +50,10 @@ from megatron_rl.megatron.model import ParallelModel, live_parameters
 from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
 
-WRITERS = 2
-"""Number of files, of about equal size, that a rank writes in parallel: Megatron's default."""
-_SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
-"""Values of `checkpoint.optimizer_layout` -> Megatron's names of the optimizer's checkpoint formats."""
+_FILES_PER_RANK = 2
+"""Number of files of about equal size that a rank writes in parallel. It is Megatron's default."""
+_SHARDING_TYPES = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
+"""Value of `checkpoint.optimizer_layout` -> Megatron's name of the optimizer's checkpoint format."""
 
 
 # --- Writing
@@ -71,7 +71,7 @@ class TensorWrite:
         folder: an empty folder on a file system that all ranks share.
         model: the model, or None on ranks outside its layout.
         state: Megatron's sharded state.
-        content: Megatron's content metadata, which readers of the checkpoint use, if any.
+        content_metadata: metadata that Megatron stores for readers of the checkpoint, or None.
         copy_host_tensors: also copy tensors that are already in host memory, because the job may change them
             before they are written.
 
@@ -83,28 +83,28 @@ class TensorWrite:
         folder: Path,
         model: ParallelModel | None,
         state: dict[str, Any],
-        content: Mapping[str, Any] | None = None,
+        content_metadata: Mapping[str, Any] | None = None,
         *,
         copy_host_tensors: bool,
     ) -> None:
         strategy: Any
         if model is None:
             # Ranks outside the layout join the collectives of the save.
-            strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
+            strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=_FILES_PER_RANK)
         else:
             # The wrapper distributes the writing of replicated tensors over the ranks that hold them.
-            rank_strategy = _SaveInProcess("torch_dist", 1, thread_count=WRITERS)
+            rank_strategy = _SaveInProcess("torch_dist", 1, thread_count=_FILES_PER_RANK)
             strategy = FullyParallelSaveStrategyWrapper(rank_strategy, model.groups.data_context)
 
-        content_metadata = None
-        if content:
-            content_metadata = dict(content)
+        metadata = None
+        if content_metadata:
+            metadata = dict(content_metadata)
         self._request: Any = dist_checkpointing.save(
             state,
             str(folder),
             strategy,
             async_sharded_save=True,
-            content_metadata=content_metadata,
+            content_metadata=metadata,
         )
         self.files: list[Path] = []
         # Ranks without a shard write nothing.
@@ -146,7 +146,7 @@ class TensorWrite:
             return write_result
 
         # Megatron's finalize functions expect one dict: file index -> result.
-        with ThreadPoolExecutor(WRITERS) as pool:
+        with ThreadPoolExecutor(_FILES_PER_RANK) as pool:
             write_results = pool.map(write_bucket, range(len(buckets)))
             results.put(dict(enumerate(write_results)))
 
@@ -202,7 +202,7 @@ class _SaveOutsideLayout(_SaveInProcess):
 def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
     """Return the context manager in which Megatron's checkpoint functions are called.
 
-    Ranks outside the layout of ``model`` pass None, and join the collectives of these functions.
+    Ranks outside the model's layout pass None as ``model``, and join the collectives of these functions.
     """
     if model is None:
         return device.megatron_mode()
@@ -219,9 +219,9 @@ def plan_tensor_write(
 ) -> TensorWrite:
     """Plan the write of a model and its optimizer into an empty folder, and copy this rank's shards.
 
-    Ranks outside the layout of ``model`` pass None. ``layout`` is the format of a distributed optimizer:
-    `ANY` gathers the states, `SAME` stores their shards. ``copy_host_tensors``: whether tensors in host
-    memory are copied too, as in `TensorWrite`. Collective over the world.
+    Ranks outside the model's layout pass None as ``model``. With the ``layout`` `ANY`, complete states of a
+    distributed optimizer are gathered and saved; with `SAME`, its shards are saved. ``copy_host_tensors``:
+    whether tensors in host memory are copied too, as in `TensorWrite`. Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
@@ -237,7 +237,7 @@ def plan_tensor_write(
 def require_savable_shards(optimizer: Optimizer | None) -> None:
     """Raise UserError if a bucket of the distributed optimizer has no parameter on this rank.
 
-    Megatron cannot save such a bucket in the format `SAME`.
+    With `checkpoint.optimizer_layout: same`, Megatron cannot save such a bucket.
     """
     if optimizer is None:
         return
@@ -268,9 +268,9 @@ def load_tensors(
 ) -> None:
     """Load a model's weights and, with ``optimizer``, its optimizer states in place.
 
-    Ranks outside the layout of ``model`` pass None. ``layout`` is the format of a distributed optimizer in
-    the checkpoint, `ANY` or `SAME`. Raises UserError if Megatron cannot read the checkpoint. Collective over
-    the world.
+    Ranks outside the model's layout pass None as ``model``. ``layout`` is `ANY` if the checkpoint contains
+    complete states of a distributed optimizer, and `SAME` if it contains their shards. Raises UserError if
+    Megatron cannot read the checkpoint. Collective over the world.
     """
     # If data-parallel ranks divide the reading, ranks outside the layout must join additional collectives.
     shares_reading = model is not None and model.groups.data_context.size() > 1
@@ -364,12 +364,12 @@ def sharded_state(
     """Return Megatron's sharded state of a model and its optimizer, and the optimizer's rank-local values.
 
     Rank-local values are not saved. For a model with adapters the state contains only the adapters, since the
-    base weights are in the model's folder. ``layout`` is the format of a distributed optimizer, `ANY` or
-    `SAME`.
+    base weights are in the model's folder. For a distributed optimizer it contains complete optimizer states
+    with the ``layout`` `ANY`, and shards with `SAME`.
     """
     groups = model.groups
     metadata = {
-        "distrib_optim_sharding_type": _SHARDING[layout],
+        "distrib_optim_sharding_type": _SHARDING_TYPES[layout],
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": groups.data_context,
     }
@@ -480,7 +480,7 @@ def initialise_states(optimizer: Optimizer) -> None:
 def _separate_steps(torch_optimizer: Any, reset: bool = False) -> None:
     """Replace the step counter of each parameter by a separate copy, which is zero if ``reset``.
 
-    After Megatron's load all parameters share one tensor, which would count the updates of all parameters.
+    After Megatron's load all parameters share one counter, and each parameter's update would increment it.
     """
     for state in torch_optimizer.state.values():
         step = state.get("step")

@@ -48,7 +48,7 @@ HARMLESS = frozenset(
     }
 )
 """Names (module, global) in the pickles of Megatron's format that are safe to call: they create values."""
-_LISTED = 8
+_MAX_NAMES_LISTED = 8
 """Maximum number of names in an error."""
 _ARCHIVE_MAGIC = b"PK\x03\x04"
 """First bytes of a zip archive, which torch.save writes."""
@@ -70,13 +70,15 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
                 "the checkpoint could run code when it is loaded",
                 where=str(path),
                 expected="names of data types and containers, as Megatron's distributed format writes them",
-                got=f"it names {', '.join(dangerous_names[:_LISTED])}",
+                got=f"it names {', '.join(dangerous_names[:_MAX_NAMES_LISTED])}",
                 fix="copy it again from its origin; if you trust that, set checkpoint.trust=true (--trust)",
             )
 
 
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
-    """Yield each file with pickles and the names in its pickles: first the index, then the listed files.
+    """Yield each file with pickles and the names in its pickles.
+
+    The first file is the index; the next files are those that the index lists.
 
     The caller must stop at dangerous names, since the index is unpickled after the first yield.
     """
@@ -136,8 +138,8 @@ def _names_in_archive(
             # torch.load would read these bytes in its older format, a pickle without an archive.
             raise ValueError("no archive begins there")
 
-        # Use torch's reader, like the load itself: of two records with the same name, or two tables of
-        # records, other readers may select a different one.
+        # Read the archive with torch's reader, as torch.load does. A forged archive may have two records of
+        # one name, or two tables of records, and another reader could select a different one than torch.load.
         archive_reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in archive_reader.get_all_records():
             raise ValueError("it is a program of TorchScript")

@@ -274,7 +274,7 @@ def _allowed_values_text(setting: Setting) -> str:
     if not setting.choices:
         return setting.bounds_text()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
-    if setting.or_path:
+    if setting.allows_path:
         choices += ", or `file.py:Name`"
     return choices
 

@@ -59,15 +59,15 @@ def separate_base_reason(config: RunConfig, path: str) -> str | None:
     actor = config.actor
     section: Any = role_sections(config)[path]
     # Missing adapters come first: without them, other differences from the actor do not matter.
-    is_true_by_reason = {
+    reason_applies = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
         f"{path}.path is another model": section.path != starting_model(config),
         f"{path}.layout is not the actor's": section.layout != actor.layout,
         f"{path}.megatron is set": section.megatron is not None,
     }
-    for reason, is_true in is_true_by_reason.items():
-        if is_true:
+    for reason, applies in reason_applies.items():
+        if applies:
             return reason
     return None
 
@@ -94,8 +94,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    This requires a role with `RoleSpec.shares` of `INITIAL`, adapters of the actor, and the actor's model and
-    layout. ``config`` is resolved.
+    The role must have `RoleSpec.shares` of `INITIAL`, the actor's starting model and the actor's layout. The
+    actor must have adapters. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

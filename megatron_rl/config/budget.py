@@ -182,8 +182,9 @@ class SimulatedRank:
     def connections(self) -> int:
         """Return an upper bound on the Gloo connections that the rank opens.
 
-        With lazy initialisation Gloo connects a pair of ranks at their first message, and its collectives
-        exchange with ranks at distances of 1, 2, 4 and so on, in both directions.
+        With lazy initialisation, Gloo connects two ranks when they exchange their first message. In a Gloo
+        collective, a rank exchanges messages with the ranks at distances of 1, 2, 4 and so on in both
+        directions.
         """
         peer_counts = [num_ranks - 1 for _, num_ranks in self.groups]
         return sum(min(num_peers, 2 * num_peers.bit_length()) for num_peers in peer_counts)
@@ -307,7 +308,7 @@ def _stage_learner_settings(
 ) -> dict[str, _LearnerSettings]:
     """Map each role that a single-stage job trains to its training settings.
 
-    Every reward model is a separate role.
+    The keys are names of roles, such as ``actor`` or ``reward.judge``.
     """
     tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
@@ -417,8 +418,8 @@ class CheckpointMemory:
     def host_bytes(self, optimizer_layout: str) -> int:
         """Return the bytes of host memory that one node needs to save a checkpoint.
 
-        ``optimizer_layout`` is `ANY` if the saved optimizer can be loaded with any layout, and `SAME` if it
-        can be loaded only with the layout that saved it.
+        ``optimizer_layout`` is `ANY` if complete optimizer states are saved, and `SAME` if their shards are
+        saved as they are.
 
         For `ANY`, Megatron gathers complete parameters in every rank, and copies a third of them at a time to
         add the padding of its buffers. Loading such a checkpoint allocates as much. For `SAME`, each rank
@@ -505,7 +506,7 @@ def _trained_role_items(
     memory = training_memory(
         shape, layout, stages, stage, optimizer, layers, tokens, learner.microbatches, adapters
     )
-    scoring = forward_only_memory(shape, layout, stages, stage, layers, tokens)
+    forward_memory = forward_only_memory(shape, layout, stages, stage, layers, tokens)
 
     # Offloaded gradients and optimizer state are only resident while the role trains.
     training_phases = PHASES
@@ -514,17 +515,17 @@ def _trained_role_items(
         training_phases = ("learn",)
         turn = role
 
-    trained_text = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
+    parameters_text = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
     if adapters is not None:
-        trained_text = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
+        parameters_text = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
     weights = _trained_weights_item(config, role, int(memory.weights), layers, learner.offload)
     if adapters is not None and spec.shares == ADAPTED:
         weights = _adapted_weights_item(
-            config, path, weights, layers.dtype_bytes * sum(adapters), trained_text
+            config, path, weights, layers.dtype_bytes * sum(adapters), parameters_text
         )
     items = [weights]
 
-    detail = f"{trained_text} x 4 B (float32)"
+    detail = f"{parameters_text} x 4 B (float32)"
     items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
     if merged_bytes and not learner.is_single_stage:
         detail = "with the adapters merged into them, during a weight sync"
@@ -547,10 +548,10 @@ def _trained_role_items(
     )
     items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
     phases = ("score", "learn")
-    items += _forward_items(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
+    items += _forward_items(role, item_name, forward_memory, phases, tokens_per_rank, layout, layers.fused)
 
     # In addition to the logits, training accumulates the gradients of the output layer in float32.
-    head_gradient_bytes = int(memory.logits - scoring.logits)
+    head_gradient_bytes = int(memory.logits - forward_memory.logits)
     if head_gradient_bytes:
         detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
         items.append(MemoryItem(item_name("head gradients"), head_gradient_bytes, ("learn",), detail, role))
@@ -607,25 +608,25 @@ def _is_shared_base(config: RunConfig) -> bool:
 
 
 def _adapted_weights_item(
-    config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_text: str
+    config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, parameters_text: str
 ) -> MemoryItem:
     """Return the memory item for the weights of a role with adapters; ``path`` is the role's section.
 
     A role that shares the actor's base weights needs memory only for its adapters. ``weights`` is the item
-    for adapters and base weights together, ``adapter_bytes`` the bytes of the adapters alone, and
-    ``trained_text`` the number of trained parameters as text.
+    for adapters and base weights together. ``adapter_bytes`` is the size of the adapters alone, and
+    ``parameters_text`` is the number of trained parameters as text.
     """
     reason = separate_base_reason(config, path)
     if reason is None:
-        detail = f"{trained_text} and the head, over the actor's base"
+        detail = f"{parameters_text} and the head, over the actor's base"
         return replace(weights, bytes=adapter_bytes, how=detail)
-    return replace(weights, how=f"{trained_text} and the head, and a separate base: {reason}")
+    return replace(weights, how=f"{parameters_text} and the head, and a separate base: {reason}")
 
 
 def _forward_items(
     role: str,
     item_name: Callable[[str], str],
-    scoring: TrainingMemory,
+    forward_memory: TrainingMemory,
     phases: tuple[str, ...],
     tokens_per_rank: str,
     layout: ParallelLayout,
@@ -633,19 +634,19 @@ def _forward_items(
 ) -> list[MemoryItem]:
     """Return the memory items of a role's forward passes: activations, and a chunk of logits.
 
-    ``item_name`` prefixes the name of an item with the role. ``scoring`` is the memory of a forward pass, and
-    ``tokens_per_rank`` the number of its tokens as text. The chunk of logits is resident in ``phases``.
-    ``fused`` is true for layers of Transformer Engine; ``scoring`` then counts the activations of two layers
-    instead of one.
+    ``item_name`` prefixes the name of an item with the role. ``forward_memory`` is the memory of a forward
+    pass, and ``tokens_per_rank`` is the number of its tokens as text. The chunk of logits is resident in
+    ``phases``. ``fused`` is true for layers of Transformer Engine: ``forward_memory`` then has the
+    activations of two layers instead of one.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
-    activations = int(scoring.activations)
+    activations = int(forward_memory.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
 
     # Only the last pipeline stage computes logits.
-    if scoring.logits:
+    if forward_memory.logits:
         detail = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
-        items.append(MemoryItem(item_name("logits chunk"), int(scoring.logits), phases, detail, role))
+        items.append(MemoryItem(item_name("logits chunk"), int(forward_memory.logits), phases, detail, role))
     return items
 
 

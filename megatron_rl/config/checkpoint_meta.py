@@ -30,7 +30,7 @@ SAME = "same"
 _SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
 # Property of a role that must be the same when its state is loaded -> fix for a different value.
-_BUILD_FIXES = {
+_PROPERTY_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
     "base": "set model.path to the weights that these adapters were trained on",
@@ -89,8 +89,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a folder, or None if the folder contains no checkpoint."""
-    complete = complete_checkpoints(folder)
-    return complete[-1] if complete else None
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def remove_interrupted_saves(folder: Path) -> list[Path]:
@@ -118,8 +118,8 @@ def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] =
     candidates = complete_checkpoints(folder)
     candidates = candidates[: candidates.index(last_saved) + 1]
     best_paths = [checkpoint_path(folder, step) for step in best_steps]
-    surplus = max(len(candidates) - max(keep, 1), 0)
-    for path in candidates[:surplus]:
+    num_surplus = max(len(candidates) - max(keep, 1), 0)
+    for path in candidates[:num_surplus]:
         if path in best_paths:
             continue
         deleted.append(path)
@@ -137,7 +137,7 @@ def model_identity(model: PretrainedModel) -> dict[str, Any]:
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
-    # Earlier versions did not save `blocks`, which most models do not have.
+    # Add `blocks` only if the model has any: earlier versions did not save this property.
     del sizes["blocks"]
     if model.shape.blocks:
         sizes["blocks"] = [repr(block) for block in model.shape.blocks]
@@ -193,7 +193,10 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
 
 
 def optimizer_layout(role: Mapping[str, Any]) -> str:
-    """Return the layout of a role's saved optimizer, `ANY` or `SAME`; ``role`` is ``meta["roles"][NAME]``."""
+    """Return how a role's optimizer is saved: `ANY` for complete parameters, `SAME` for shards of one layout.
+
+    ``role`` is ``meta["roles"][NAME]``.
+    """
     return role.get("optimizer_layout", ANY)
 
 
@@ -237,16 +240,17 @@ def require_layout(
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "
     fix += "checkpoint.optimizer_layout=any"
-    # A run whose steps are all done only writes its last checkpoint again; a stage must reach its next save.
+    # A run that has done all of its steps writes its last checkpoint again and ends. A stage does not: it
+    # saves only after further steps.
     if Path(directory).parent.parent.parent.name == STAGES:
         fix += " until its next save"
     else:
         fix += f" and steps={meta['step']}, which writes it for any layout and trains no further"
 
-    siblings = complete_checkpoints(Path(directory).parent)
-    readable = [path for path in siblings if fits_any_layout(read_meta(path))]
-    if readable:
-        fix += f"; or resume from {readable[-1]}, which any layout reads"
+    checkpoints = complete_checkpoints(Path(directory).parent)
+    loadable_checkpoints = [path for path in checkpoints if fits_any_layout(read_meta(path))]
+    if loadable_checkpoints:
+        fix += f"; or resume from {loadable_checkpoints[-1]}, which any layout reads"
     raise UserError(
         "the checkpoint has the optimizer in the shards of another layout",
         where=f"{directory} ({role_name})",
@@ -285,7 +289,7 @@ def optimizer_kind(name: str, distributed: bool) -> str:
     return f"{kind} {name}"
 
 
-def require_same_build(
+def require_same_properties(
     directory: str | Path, role: str, saved: Mapping[str, Any], current: Mapping[str, str | None]
 ) -> None:
     """Raise UserError if a property of a role, such as its dtype, differs from the saved value.
@@ -302,7 +306,7 @@ def require_same_build(
             where=f"{directory} ({role})",
             expected=current_value or "none",
             got=saved.get(name) or "none",
-            fix=_BUILD_FIXES[name],
+            fix=_PROPERTY_FIXES[name],
         )
 
 

@@ -168,8 +168,9 @@ def smallest_world(config: RunConfig) -> int:
     if not divisors:
         return max(1, min_world_size)
 
-    # Replace sizes of 0, which other rules report. With separate halves, every size must divide each half.
+    # Replace a size of 0 by 1: another rule reports the 0.
     common_divisor = math.lcm(*(max(1, size) for size in divisors))
+    # These presets split the ranks into two halves, and a role has the ranks of one half.
     if config.placement in HALF_PRESETS:
         common_divisor *= 2
     # Round up to the next multiple.
@@ -462,7 +463,7 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Disable ``overlap_grad_reduce`` for roles that can then repeat a pass after running out of memory.
+    """Disable ``overlap_grad_reduce`` for roles in which only this setting prevents repeating a pass.
 
     A pass runs the micro-batches of a phase through a model. With a memory target, micro-batches are as
     large as possible, so a pass may run out of memory and has to be repeated with smaller micro-batches.
@@ -472,7 +473,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
         return config
 
     def fill_ddp(path: str, section: Any) -> Any:
-        """Return a role's section; disable ``overlap_grad_reduce`` if the role can then repeat a pass."""
+        """Return a role's section, without ``overlap_grad_reduce`` if only that prevents repeating a pass."""
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
 
@@ -516,7 +517,7 @@ def _fill_optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is installed with its PyTorch extension, without importing it.
 
-    ``pip install transformer_engine`` does not install the extension.
+    The extension is a separate package, which ``pip install transformer_engine`` does not install.
     """
     package = find_spec("transformer_engine")
     if package is None:
@@ -541,7 +542,10 @@ def default_attention() -> tuple[str, str]:
 def _fill_checkpoint(
     config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
 ) -> CheckpointConfig:
-    """Fill in the layout of saved optimizers, and the time limit for the checkpoint of a stopped job."""
+    """Fill in ``optimizer_layout`` and ``stop_seconds``.
+
+    ``stop_seconds`` is the time that a stopped job has to save a last checkpoint.
+    """
     checkpoint = config.checkpoint
     if checkpoint.optimizer_layout is None:
         layout = ANY
@@ -549,7 +553,8 @@ def _fill_checkpoint(
         nodes = -(-world_size // config.gpus_per_node)
         if nodes > 1:
             reason = "the model is small enough to be gathered"
-            # Small models could have ranks without a parameter in some buffer, which Megatron cannot save.
+            # Save shards only of large models. With a small model, a rank may have no parameter in some
+            # buffer of the optimizer, and Megatron cannot save the shards of such a buffer.
             if shape is not None and shape.parameters >= _SHARDED_PARAMETERS and config.actor.lora is None:
                 layout = SAME
                 reason = f"the job has {nodes} nodes: complete parameters would fill their host memory"
@@ -610,7 +615,7 @@ def versions_between_syncs(config: RunConfig) -> int:
     """Return the largest number of weight versions by which the rollout engine lags behind the actor."""
     interval = config.hybrid_engine.every
     all_earlier_versions = max(0, config.steps - 1)
-    # Without syncs after the start, the last step lags by all earlier versions.
+    # With an interval of 0, the engine keeps the weights from the start of the run.
     if interval == 0:
         return all_earlier_versions
     return min(interval - 1, all_earlier_versions)

@@ -240,7 +240,7 @@ def parse_ranges(text: str) -> tuple[int, ...] | None:
         >>> parse_ranges("0-3,8")
         (0, 1, 2, 3, 8)
     """
-    ranks: list[int] = []
+    integers: list[int] = []
     for range_text in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", range_text)
         if match is None:
@@ -251,8 +251,8 @@ def parse_ranges(text: str) -> tuple[int, ...] | None:
         last = int(match[2] or match[1])
         if last < first or last >= MAX_WORLD:
             return None
-        ranks.extend(range(first, last + 1))
-    return tuple(ranks)
+        integers.extend(range(first, last + 1))
+    return tuple(integers)
 
 
 def format_ranges(values: Sequence[int]) -> str:

@@ -20,8 +20,8 @@ TO_START = "the value divided by the median of the first 10 measurements"
 TO_MEDIAN = "the value divided by the median of the last 100 measurements before it"
 FALL = "the accuracy lost since its best, if the mean reward has risen since"
 
-REFERENCE = 10
-"""Number of measurements after which `TO_START` and `TO_MEDIAN` have a median to divide by."""
+MIN_MEASUREMENTS = 10
+"""Number of earlier measurements that `TO_START` and `TO_MEDIAN` need to compute their median."""
 MEDIAN_WINDOW = 100
 """Number of latest measurements in the median of `TO_MEDIAN`."""
 

@@ -25,7 +25,7 @@ _NAME = re.compile(
 )
 _EXPECTED = "hf://ORG/NAME of a model, or hf://datasets/ORG/NAME/PATH of a data set; @REVISION after NAME"
 _WEIGHTS = "*.safetensors"
-_OMITTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "original/*", "metal/*")
+_IGNORED_FILES = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "original/*", "metal/*")
 """Patterns of model files that are never downloaded: the same weights in other formats."""
 
 
@@ -122,9 +122,11 @@ def model_source(path: str) -> str:
 def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
-    Files of data sets and small files of models are always downloaded, weights only if ``with_weights`` is
-    true. Returns a mapping from local directory to copy for the copies that are incomplete on this machine;
-    without a network, a directory may not exist. Errors about malformed names are appended to ``errors``.
+    Files of data sets and small files of models are always downloaded. Weights are downloaded only if
+    ``with_weights`` is true. Errors about malformed names are appended to ``errors``.
+
+    Returns a mapping from the local directory of each incomplete copy to the copy. If the download failed,
+    the directory may not exist.
     """
     incomplete: dict[str, HubCopy] = {}
     for key, leaf in list(tree.leaves()):
@@ -181,9 +183,10 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
     cache = Path(constants.HF_HUB_CACHE)
     try:
         snapshot = _download_snapshot(copy, cache, with_weights)
-    except Exception as error:  # of the Hub, of the disk, or of the HTTP library, which differs by version
-        # Use a unique path that does not exist. Its last component is the model's name, by which
-        # the package's own config.json of a known model is found.
+    except Exception as error:
+        # All types are caught, since the HTTP library, and with it the type of its errors, differs by version
+        # of the Hub's client. The path is unique and does not exist. Its last component is the model's name,
+        # with which the package finds its own copy of a known model's config.json.
         snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
         reason = first_line(error)
         if isinstance(error, GatedRepoError):
@@ -198,7 +201,8 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
 
 def _unique_file_name(copy: HubCopy) -> str:
     """Return a unique file name for a copy: the hash of its repository, revision and files."""
-    # Hash the JSON text: a file name cannot contain `/`, and without separators two names could be equal.
+    # Hash the fields, since they may contain `/`, which a file name cannot. JSON separates the fields, so
+    # that different copies have different texts.
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     return hashlib.sha256(name.encode()).hexdigest()
 
@@ -230,7 +234,7 @@ def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
 
         ignored_patterns: list[str] = []
         if copy.kind == "model":
-            ignored_patterns += _OMITTED
+            ignored_patterns += _IGNORED_FILES
             if not with_weights:
                 ignored_patterns.append(_WEIGHTS)
         folder = snapshot_download(

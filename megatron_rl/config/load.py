@@ -206,7 +206,7 @@ def describe_changes(saved_text: str, config: RunConfig) -> list[str]:
         if name.startswith("algorithm.") and saved_value is None:
             continue
         line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
-        # The reward and the profile of a source change neither its prompts nor their order.
+        # These two keys are below `data.`, but do not decide which prompts are in a step.
         keeps_prompts = name.startswith("data.sources.") and name.endswith((".reward", ".profile"))
         if name.startswith(_PROMPT_ORDER) and not keeps_prompts:
             line += ": the order of the prompts changes"

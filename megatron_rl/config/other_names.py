@@ -162,7 +162,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "checkpointing": ForeignName("NeMo-RL", "checkpoint"),
     "logger": ForeignName("NeMo-RL", "run_dir, logging"),
 }
-"""Section of another project -> the project, and the sections that have its keys here."""
+"""Section of another project -> the project, and a text with our sections that have the same keys."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def foreign_names() -> Mapping[str, OtherName]:
     for path, foreign in foreign_keys():
         counterpart = OtherName(foreign.project, path, foreign.conversion, foreign.values, foreign.piece)
         counterparts.setdefault(foreign.name, counterpart)
-    # Names without a counterpart override keys that happen to have the same name.
+    # These names have no counterpart, even if one of our keys lists the same name of another project.
     for name, reason in NO_COUNTERPART.items():
         counterparts[name] = OtherName("common", None, reason=reason)
     return counterparts
@@ -288,7 +288,7 @@ class UnknownName(UserError):
     overrides: bool = False
     """Whether the name was given on the command line."""
     below: tuple[str, ...] = ()
-    """Paths of the section's own values, relative to the section."""
+    """Paths of all keys of the section, relative to the section."""
 
     @property
     def path(self) -> str:
@@ -325,23 +325,23 @@ def record_unknown_name(
         return  # older versions wrote this section into each run folder, even if it was empty
 
     # The valid names in this section are the first components of the paths.
-    siblings = list(dict.fromkeys(name.partition(".")[0] for name in value_paths))
+    valid_names = list(dict.fromkeys(name.partition(".")[0] for name in value_paths))
     noun = "section" if isinstance(node, Section) else "name"
     message = f"`{full_name}` is not a known {noun}"
     fix = "remove the line"
     counterpart = counterpart_in_section(full_name, path, value_paths)
-    similar_name = nearest(key, siblings)
+    similar_name = nearest(key, valid_names)
     if counterpart is not None:
         message = f"`{full_name}` is called `{counterpart.ours}` here"
         fix = f"write `{counterpart.ours}`"
     elif similar_name is not None:
-        guess = key_path(path, similar_name)
-        message += f"; did you mean `{guess}`?"
-        fix = f"write `{guess}`, or remove the line"
+        suggestion = key_path(path, similar_name)
+        message += f"; did you mean `{suggestion}`?"
+        fix = f"write `{suggestion}`, or remove the line"
 
     expected = "no names: it has no settings"
-    if siblings:
-        expected = f"one of {', '.join(siblings)}"
+    if valid_names:
+        expected = f"one of {', '.join(valid_names)}"
     collector.errors.append(
         UnknownName(
             message,

@@ -79,10 +79,8 @@ def parse_section(
 ) -> Any:
     """Convert the section at ``path`` to an instance of ``cls``; invalid values are replaced by defaults.
 
-    Errors and the origin of each value are recorded in ``state``.
-
-    ``defaults`` is an instance of ``cls`` with the values for missing keys, since the section's field may
-    override defaults of the class. None uses the defaults of the class.
+    Errors and the origin of each value are recorded in ``state``. Missing keys get their values from
+    ``defaults``, an instance of ``cls``. If it is None, they get the defaults of the class.
     """
     settings = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 
@@ -109,9 +107,10 @@ def parse_section(
             node = None
 
         is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
-        if node is None and is_required and setting_of(item).instead not in section.children:
+        if node is None and is_required and setting_of(item).alternative_key not in section.children:
             node = _record_missing_key(item, hint, key, path, state)
-        values[name] = _typed_value(hint, node, default, key, state, setting_of(item).number_means)
+        section_for_number = setting_of(item).section_for_number
+        values[name] = _typed_value(hint, node, default, key, state, section_for_number)
     return cls(**values)
 
 
@@ -156,12 +155,13 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
 
 
 def _collect_unknown_names(settings: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Move unknown names of a section into its key with ``takes_rest``, if any; return the new section.
+    """Return a section with its unknown names moved into the key that collects them, if it has such a key.
 
-    ``settings`` maps the keys of the section to their fields. In ``environment: {name: my_env.py:Calculator,
-    digits: 3}``, ``digits`` thus becomes an argument of the user's class.
+    ``settings`` maps the keys of the section to their fields; `Setting.collects_unknown_names` is true for
+    the collecting key. Example: ``environment: {name: my_env.py:Calculator, digits: 3}`` becomes
+    ``environment: {name: my_env.py:Calculator, settings: {digits: 3}}``.
     """
-    collecting_keys = [name for name, item in settings.items() if setting_of(item).takes_rest]
+    collecting_keys = [name for name, item in settings.items() if setting_of(item).collects_unknown_names]
     unknown_children = {key: node for key, node in section.children.items() if key not in settings}
     if not collecting_keys or not unknown_children:
         return section
@@ -184,12 +184,17 @@ def _restores_default(node: Leaf | Section | None) -> bool:
 
 
 def _typed_value(
-    hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str = ""
+    hint: Any,
+    node: Leaf | Section | None,
+    default: Any,
+    path: str,
+    state: ParseState,
+    section_for_number: str = "",
 ) -> Any:
     """Convert the node of the key at ``path`` to type ``hint``: a section, named sections or a plain value.
 
-    Without a node, return ``default``, which is dataclasses.MISSING for a required key. ``number_means`` is
-    `Setting.number_means` of the key.
+    Without a node, return ``default``, which is dataclasses.MISSING for a required key.
+    ``section_for_number`` is the key's `Setting.section_for_number`.
     """
     named_section_cls = entry_class(hint)
     if named_section_cls is not None and isinstance(node, Section) and node.children:
@@ -204,7 +209,7 @@ def _typed_value(
 
     section_cls = section_class(hint)
     if section_cls is None:
-        return _plain_value(hint, node, default, path, state, number_means)
+        return _plain_value(hint, node, default, path, state, section_for_number)
     if node is None:
         _record_default_origins(default, path, state)
         return default
@@ -247,9 +252,9 @@ def _section_fix(cls: type, value: Any, path: str) -> str:
     """
     key = getattr(cls, "VALUE_KEY", None)
     if key is not None:
-        accepted, typed = convert_value(field_hints(cls)[key], value)
+        accepted, typed_value = convert_value(field_hints(cls)[key], value)
         fields_by_name = {item.name: item for item in dataclasses.fields(cls)}
-        if accepted and setting_of(fields_by_name[key]).value_error(f"{path}.{key}", typed) is None:
+        if accepted and setting_of(fields_by_name[key]).value_error(f"{path}.{key}", typed_value) is None:
             return f"write `{path}: {one_line({key: value})}`"
 
     name = path.rpartition(".")[2]
@@ -257,7 +262,12 @@ def _section_fix(cls: type, value: Any, path: str) -> str:
 
 
 def _plain_value(
-    hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str
+    hint: Any,
+    node: Leaf | Section | None,
+    default: Any,
+    path: str,
+    state: ParseState,
+    section_for_number: str,
 ) -> Any:
     """Convert the node of a key that is not a section to type ``hint``; see `_typed_value`."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
@@ -293,19 +303,20 @@ def _plain_value(
             f"`{path}` has a value of the wrong type",
             expected=type_text(hint),
             got=describe_value(raw),
-            fix=_number_fix(raw, path, number_means) or type_fix(hint, raw, path),
+            fix=_number_fix(raw, path, section_for_number) or type_fix(hint, raw, path),
         )
     return fallback
 
 
-def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
+def _number_fix(raw: Any, path: str, section_for_number: str) -> str | None:
     """Return the fix for a bare number where a section is expected, or None if the value is not a number.
 
-    ``number_means`` is the section to suggest for the number, see `Setting.number_means`.
+    ``section_for_number`` is the key's `Setting.section_for_number`: the section to suggest, with ``VALUE``
+    in place of the number.
     """
-    if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
+    if not section_for_number or isinstance(raw, bool) or not isinstance(raw, int | float):
         return None
-    section = number_means.replace("VALUE", one_line(raw))
+    section = section_for_number.replace("VALUE", one_line(raw))
     return f"write `{path}: {section}`"
 
 

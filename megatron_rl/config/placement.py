@@ -30,26 +30,26 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
 
     A critic, reference or reward model without a layout has the actor's parallel sizes.
     """
-    has_halves = config.placement in HALF_PRESETS and world_size >= 2
-    half = world_size // 2
+    uses_halves = config.placement in HALF_PRESETS and world_size >= 2
+    half_size = world_size // 2
     actor_layout = config.actor.layout
 
     def ranks_of(path: str) -> tuple[int, ...]:
         """Return the ranks that the preset assigns to the role at ``path``."""
-        if not has_halves:
+        if not uses_halves:
             return tuple(range(world_size))
         if spec_at(path).placement == config.placement:
-            return tuple(range(half, world_size))
-        return tuple(range(half))
+            return tuple(range(half_size, world_size))
+        return tuple(range(half_size))
 
     def set_ranks(path: str, section: Any) -> Any:
         """Return the role's section at ``path`` with the ranks of its layout filled in."""
         layout = section.layout
         if layout is None:
-            # A role on the actor's half gets exactly the actor's ranks, also explicit ones, so that it can
-            # share the actor's base weights.
-            same_half = ranks_of(path) == ranks_of("actor")
-            layout = actor_layout if same_half else replace(actor_layout, ranks=None)
+            # A role on the same half as the actor gets exactly the actor's ranks, even if these are explicit,
+            # so that it can share the actor's base weights.
+            is_on_actor_half = ranks_of(path) == ranks_of("actor")
+            layout = actor_layout if is_on_actor_half else replace(actor_layout, ranks=None)
         if layout.ranks is None:
             layout = replace(layout, ranks=ranks_of(path))
         return replace(section, layout=layout)
@@ -151,8 +151,8 @@ def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     """Return the properties of a job that decide its environment variables on accelerators."""
     rollout = config.rollout
     vllm_arguments = rollout.vllm
-    # vLLM's custom all-reduce (0.32) shares the buffers of CUDA graphs by IPC handles, which memory in
-    # expandable segments does not have: the engine would exit while it captures the graphs.
+    # vLLM's custom all-reduce (0.32) shares the buffers of CUDA graphs by IPC handles. Memory in expandable
+    # segments has no such handles, and the engine would exit while it captures the graphs.
     captures_all_reduce = (
         config.job == TRAIN
         and rollout.capabilities.in_process
@@ -182,7 +182,7 @@ def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
 
 
 class GroupCounts(NamedTuple):
-    """Numbers of process groups with several ranks, each a communicator that allocates buffers."""
+    """Numbers of process groups with several ranks. Each such group has a communicator with buffers."""
 
     total: int
     """Groups in the job."""

@@ -54,7 +54,7 @@ class RunFolder:
         """Return the metrics file of a stage, with a line per step."""
         return self.path / f"{stage}.jsonl"
 
-    def measured_stages(self) -> list[str]:
+    def stages_with_metrics(self) -> list[str]:
         """Return the stages that have a metrics file, ``sft`` first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
         # A name with a dot is a file that `set_aside` renamed.
@@ -74,7 +74,10 @@ class RunFolder:
         return self.reward_models / name
 
     def megatron_model(self, role: str) -> Path:
-        """Return the folder of a role that refers to the Megatron checkpoint with the role's weights."""
+        """Return the model folder of a role whose weights are in a Megatron checkpoint.
+
+        The folder contains a pointer to that checkpoint.
+        """
         return self.path / "megatron" / role
 
     def rank_log(self, rank: int) -> Path:

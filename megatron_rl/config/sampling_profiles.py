@@ -62,7 +62,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     """
     source_profiles = _source_profiles(tree)
     if _registered_profiles or source_profiles:
-        # Records and sources may name a profile without a rollout section, or with a null in its place.
+        # Add a missing rollout section, since the profiles are stored in it.
         node = tree.children.get("rollout")
         if node is None or (isinstance(node, Leaf) and node.value is None):
             tree.children["rollout"] = Section()
@@ -73,10 +73,10 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
     # Import the users' files first, since they register the profiles.
     for key, leaf in leaves_by_key.items():
-        location, _, _ = leaf.value.rpartition(":")
-        if location:
+        user_file, _, _ = leaf.value.rpartition(":")
+        if user_file:
             try:
-                import_user_module(location, key)
+                import_user_module(user_file, key)
             except UserErrors as raised:
                 errors += raised.errors
             except UserError as error:
@@ -84,25 +84,25 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
     profiles = _add_registered_profiles(rollout)
     run_profile = rollout.children.pop("sampling_profile", None)
-    available_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    profile_sections = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for name, node in profiles.children.items():
         key = f"rollout.sampling_profiles.{name}"
         if key in leaves_by_key:
             assert isinstance(node, Leaf)
-            profiles.children[name] = _find_profile(node, key, available_profiles, errors)
+            profiles.children[name] = _find_profile(node, key, profile_sections, errors)
 
-    # Validate the profiles of the sources. They stay names, since sources and tasks may share a profile.
-    task_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    # Validate the names in `data.sources`. They are not replaced, since several sources may name one profile.
+    resolved_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for key, leaf in source_profiles.items():
-        _find_profile(leaf, key, task_profiles, errors)
+        _find_profile(leaf, key, resolved_profiles, errors)
         _, _, leaf.value = leaf.value.rpartition(":")
 
     if isinstance(run_profile, Leaf) and _KEY in leaves_by_key:
-        profile = _find_profile(run_profile, _KEY, available_profiles, errors)
+        profile = _find_profile(run_profile, _KEY, profile_sections, errors)
         for setting, node in profile.children.items():
             # A command-line override has precedence over the profile.
-            existing = rollout.children.get(setting)
-            if existing is None or not _is_override(existing):
+            existing_node = rollout.children.get(setting)
+            if existing_node is None or not _is_override(existing_node):
                 rollout.children[setting] = node
     elif run_profile is not None:
         rollout.children["sampling_profile"] = run_profile
@@ -161,7 +161,7 @@ def _find_profile(
     errors: list[UserError],
 ) -> Section:
     """Return the profile that a leaf names; append an error and return an empty section if it is unknown."""
-    location, _, name = leaf.value.rpartition(":")
+    user_file, _, name = leaf.value.rpartition(":")
     if name in available_profiles:
         return available_profiles[name]
 
@@ -169,8 +169,8 @@ def _find_profile(
     if not any(error.where == key for error in errors):
         similar_name = nearest(name, list(available_profiles))
         fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
-        if location:
-            fix = f"call megatron_rl.sampling_profile({name!r}, ...) in {location}"
+        if user_file:
+            fix = f"call megatron_rl.sampling_profile({name!r}, ...) in {user_file}"
         if similar_name:
             fix = f"did you mean {similar_name!r}?"
         names = ", ".join(available_profiles) or "rollout.sampling_profiles, which has none"

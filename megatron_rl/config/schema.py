@@ -204,7 +204,7 @@ class CheckpointConfig:
         "highest",
         "Whether the highest or the lowest value of `best` is the best.",
         choices=("highest", "lowest"),
-        spelled={"max": "highest", "min": "lowest"},
+        spellings={"max": "highest", "min": "lowest"},
         also_called={"NeMo-RL": "checkpointing.higher_is_better", "transformers": "greater_is_better"},
         their_values={
             "checkpointing.higher_is_better": {True: "highest", False: "lowest"},

@@ -89,34 +89,34 @@ class Setting:
     at_most: float | None = None
     """Largest allowed number."""
     more_than: float | None = None
-    """Number that every allowed number exceeds."""
+    """Exclusive lower bound of a number."""
     less_than: float | None = None
-    """Number that exceeds every allowed number."""
+    """Exclusive upper bound of a number."""
     choices: tuple[str, ...] = ()
     """Allowed texts; empty if any text is allowed."""
-    or_path: bool = False
+    allows_path: bool = False
     """Whether ``file.py:Name`` is allowed in addition to the choices."""
-    spelled: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
     """Alternative spelling in lower case -> the choice."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refusal_reasons: Mapping[str, str] = field(default_factory=dict)
     """Value that users may expect to be a choice -> reason why it is not."""
     advice: str = ""
     """Fix for a value out of bounds."""
     example: str = ""
     """Value in the fix of a missing key."""
-    number_means: str = ""
+    section_for_number: str = ""
     """Section to suggest if a user writes a bare number instead of the section.
 
     For example ``{name: loss, coef: VALUE}``, in which ``VALUE`` is replaced by the number. Empty without a
     suggestion."""
     per_task: bool = False
     """Whether a sampling profile can set the key for one task."""
-    takes_rest: bool = False
+    collects_unknown_names: bool = False
     """Whether the key collects all names of its section that are not fields."""
     jobs: tuple[str, ...] = ()
     """Jobs that require the key; if empty, a key without a default is required by every job."""
-    instead: str | None = None
-    """Key of the same section that can replace this one if a job requires it."""
+    alternative_key: str | None = None
+    """Key of the same section that can be set in place of this one, if a job requires this one."""
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
@@ -158,7 +158,7 @@ class Setting:
         # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
             if self.choices:
-                is_path = self.or_path and ":" in value
+                is_path = self.allows_path and ":" in value
                 if value in self.choices or is_path:
                     return None
                 return self._choice_error(path, value)
@@ -175,10 +175,10 @@ class Setting:
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
-        """Return the error for an invalid choice, with the nearest choice and the reason if it is refused."""
+        """Return the error for an invalid choice, with the nearest choice as a suggestion."""
         # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
-        suggestion = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
-        reason = self.refused.get(value)
+        suggestion = self.spellings.get(value.lower()) or nearest(value.lower(), self.choices)
+        reason = self.refusal_reasons.get(value)
 
         message = f"`{path}` is {value!r}, which is not a choice"
         fix = f"choose {' or '.join(self.choices)}"
@@ -189,7 +189,7 @@ class Setting:
             fix += f"; {value} is not offered: {reason}"
 
         expected = f"one of {', '.join(self.choices)}"
-        if self.or_path:
+        if self.allows_path:
             expected += ", or file.py:Name"
         return UserError(message, where=path, expected=expected, got=f"{value!r} (text)", fix=fix)
 
@@ -217,9 +217,9 @@ def setting(
     values = their_values or {}
     names = tuple(_foreign_names(also_called or {}, conversion, values))
     names_below = []
-    for key, projects in (also_called_below or {}).items():
+    for key, names_by_project in (also_called_below or {}).items():
         piece, _, key_below = key.rpartition(": ")
-        for name in _foreign_names(projects, conversion, values, piece):
+        for name in _foreign_names(names_by_project, conversion, values, piece):
             names_below.append((key_below, name))
 
     description = Setting(meaning, foreign_names=names, foreign_names_below=tuple(names_below), **attributes)
@@ -329,18 +329,17 @@ def value_errors(section: Any, prefix: str = "") -> list[UserError]:
 
 
 def _foreign_names(
-    projects: Mapping[str, str],
+    also_called: Mapping[str, str],
     conversion: str | Mapping[str, str],
     their_values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
     """Yield a `ForeignName` for each name of a key in other projects.
 
-    ``projects``, ``conversion`` and ``their_values`` are the arguments ``also_called``, ``conversion`` and
-    ``their_values`` of `setting`. ``piece`` is the name of the only algorithm piece that has the key, or
-    empty.
+    The first three arguments are documented in `setting`. ``piece`` is the name of the algorithm piece if
+    only one piece has the key, and empty otherwise.
     """
-    for project, names in projects.items():
+    for project, names in also_called.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")
             yield ForeignName(project, name, difference, their_values.get(name, {}), piece)

@@ -117,14 +117,18 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _LimitError(yaml.MarkedYAMLError):
-    """Error for a YAML node that exceeds a limit; ``context`` is the limit, ``problem`` the actual value."""
+    """Error for a YAML node that exceeds a limit.
+
+    ``context`` describes the limit, and ``problem`` describes the node.
+    """
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 loader that enforces the size limits and differs from PyYAML's in three points.
+    """YAML 1.1 loader that enforces the size limits and differs from PyYAML's loader in three points.
 
-    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), and a date stays text. `duplicates` collects the
-    duplicate names of mappings, for which PyYAML would silently use the last value.
+    - ``1e-6`` is a number. PyYAML requires ``1.0e-6``.
+    - A date is text.
+    - `duplicates` collects duplicate names of a mapping. PyYAML silently uses the last value.
     """
 
     def __init__(self, text: str) -> None:
@@ -365,12 +369,12 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """Read a configuration file and merge it over its base files, recursively.
 
     ``base`` is a file name or a list of file names, relative to the folder of the file that contains it. In a
-    list, later files are merged over earlier ones. A base of several files is merged once, before the first
-    of these files. Sections are merged name by name. A single value or a list replaces the value of the base,
-    and null restores the default. Every value keeps its origin.
+    list, later files are merged over earlier files. If files of the list have a common base, this base is
+    merged only once, before the first of them. Sections are merged name by name. A single value or a list
+    replaces the value of the base, and null restores the default. Every value keeps its origin.
 
-    Returns the tree, and the files that were read, ``path`` first. If a file cannot be read, None replaces
-    the tree. Errors are appended to ``errors``.
+    Returns the tree, and the files that were read, ``path`` first. The tree is None if a file cannot be read.
+    Errors are appended to ``errors``.
     """
     files: list[Path] = []
     tree = _read_over_bases([path], None, files, errors)
@@ -388,7 +392,7 @@ def _read_over_bases(
     files.append(chain[-1])
     error_count = len(errors)
     tree = read_file(chain[-1], errors, location)
-    # Errors without a tree mean that the file could not be read at all.
+    # An empty tree with an error means that the file could not be read.
     if len(errors) > error_count and not tree.children:
         return None
 
@@ -402,7 +406,8 @@ def _read_over_bases(
     # Merge in order: each base replaces values of earlier bases, and the file itself replaces all of them.
     merged = Section()
     for base in bases:
-        # Skip a file that an earlier base starts from: merged again, it would undo the values of that base.
+        # Skip a file that is also a base of an earlier base. If it were merged again, its values would
+        # replace the values of the earlier base.
         if any(_is_same_configuration(base, file) for file in files):
             continue
         base_tree = _read_over_bases([*chain, base], str(node.origin), files, errors)
@@ -423,7 +428,7 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
             f"`{BASE_KEY}` can only be written in a configuration file",
             where=str(node.origin),
             expected=f"`{BASE_KEY}: other.yaml` in a file",
-            got=f"`{BASE_KEY}` in an override or a text",
+            got=f"`{BASE_KEY}` in an override, or in YAML text that is not a file",
             fix=f"write it into a file, or load the file that `{BASE_KEY}` names",
         )
     )

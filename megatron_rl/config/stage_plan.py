@@ -152,7 +152,7 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
 
 
 def existing_models(config: RunConfig) -> dict[str, str]:
-    """Map each folder of a model or adapter that a run reads to its configuration key, if the folder exists.
+    """Map each existing folder of a model or adapter that a run reads to the folder's configuration key.
 
     The key of a stage's output model is the path of the stage's section.
     """

@@ -1,9 +1,9 @@
 """Tokens per micro-batch that fill the fraction `batch.memory_target` of the GPU's memory.
 
-A pass runs the micro-batches of a phase through a model. Its memory is the resident bytes plus the bytes
-per token times the tokens of its largest micro-batch. `check` estimates the resident bytes and the bytes per
-token, so a run has a budget before its first step. Each step then measures both as maxima over all ranks, so
-every rank computes the same next budget without communication.
+A pass runs the micro-batches of a phase through a model. Its memory is ``resident bytes + bytes per token *
+tokens of the largest micro-batch``. `check` estimates the resident bytes and the bytes per token, so a run
+has a budget before its first step. Each step then measures both as maxima over all ranks, so every rank
+computes the same next budget without communication.
 """
 
 from __future__ import annotations

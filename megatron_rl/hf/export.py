@@ -58,9 +58,9 @@ FILE_BYTES = 5 * 2**30
 """Largest size of a checkpoint file, as in many published checkpoints."""
 SLICE_BYTES = 64 * 2**20
 """Largest size of a slice. A rank has only a few slices in memory at a time."""
-FURTHER_FILE = "further-tensors.safetensors"
-"""File of the tensors that are not trained but copied: layers for multi-token prediction, and the modules of
-a multimodal model outside its language model."""
+COPIED_TENSORS_FILE = "further-tensors.safetensors"
+"""File of the tensors that are copied from the source and not trained: layers for multi-token prediction, and
+the modules of a multimodal model outside its language model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
 """Name endings of tensors that are exported as float32: the biases that balance the load of experts."""
 
@@ -83,7 +83,7 @@ class _RowSlice:
     """Format of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
-        """Return the boxes of the model's tensors in the slice, which the rank ``writer`` writes."""
+        """Return the boxes of the model's tensors in the slice; the rank ``writer`` writes the slice."""
         strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
         box = TensorBox(
             self.name,
@@ -108,11 +108,13 @@ def export_model(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
-    ``source`` is the checkpoint from which the model was loaded. Its tokenizer files, its layers for
-    multi-token prediction and its indexers of sparse attention are copied; quantised tensors among these are
-    written in ``dtype``. If ``source`` is multimodal, the export is multimodal, too: it has the config.json
-    of ``source``, and all other modules of ``source`` in their dtypes. A model with a scalar head, or without
-    ``source``, is written as a text-only model.
+    ``source`` is the checkpoint from which the model was loaded. Its tokenizer files are copied. Its layers
+    for multi-token prediction and its indexers of sparse attention are not trained, so their tensors are
+    copied as well. A copied tensor that is quantised is written in ``dtype``.
+
+    If ``source`` is multimodal, the export is multimodal, too: config.json and all modules outside the
+    language model are copied from ``source``. A model with a scalar head, or without ``source``, is written
+    as a text-only model.
 
     ``dtype`` is by default the dtype of the parameters. Biases that balance the load of experts are always
     float32.
@@ -407,7 +409,7 @@ def _collect_slices(
     ``sources`` are the boxes of all ranks, ``local_boxes`` the boxes in this rank's ``parameters``.
     Collective over the group.
     """
-    # All ranks compute the size of the largest message, which therefore need not be sent.
+    # Every rank computes the size of the largest slice from the schedule, so no rank has to send it.
     rank = device.rank()
     max_slice_bytes = 0
     for step in steps:
@@ -482,8 +484,9 @@ def _schedule_transfers(
 
     transfers: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for region_index, region in enumerate(compute_regions(sources, destinations)):
-        # A region is in the last slice that begins at or before the region's first row. `len(steps)` is
-        # larger than every step index, so that slices that begin at this row are included.
+        # Find the slice with the region: the last slice that begins at or before the region's first row. A
+        # slice that begins at exactly this row is found, too, since every step index is less than
+        # `len(steps)`.
         (writer,) = region.receivers
         starts = slice_starts[region.name]
         last_start = (region.start[0], len(steps))
@@ -516,9 +519,10 @@ def _publish_folder(
     write_other_files: Callable[[Path], None],
     digests: Mapping[str, str],
 ) -> None:
-    """Call ``write_other_files`` on the temporary folder, seal the folder, and rename it to ``path``.
+    """Write the remaining files and all digests into the temporary folder, and rename it to ``path``.
 
-    ``digests`` are the digests of the tensor files, by file name.
+    ``write_other_files`` is called with the temporary folder. ``digests`` are the digests of the tensor
+    files, by file name.
     """
     write_other_files(temporary_folder)
     seal_folder(temporary_folder, digests)
@@ -558,8 +562,8 @@ def _write_other_files(
     for name, shape in content.shapes.items():
         total_bytes += tensor_bytes(shape, content.dtypes[name])
     if source is not None and names_to_copy:
-        total_bytes += copy_tensors(source, folder / FURTHER_FILE, names_to_copy, dtype)
-        files[FURTHER_FILE] = names_to_copy
+        total_bytes += copy_tensors(source, folder / COPIED_TENSORS_FILE, names_to_copy, dtype)
+        files[COPIED_TENSORS_FILE] = names_to_copy
 
     # Several files need an index.
     if len(files) > 1:
@@ -591,7 +595,10 @@ def _write_multimodal_config(
     dtype: torch.dtype,
     folder: Path,
 ) -> None:
-    """Write the config.json of a multimodal ``source`` into ``folder``, with ``dtype``, unquantised."""
+    """Copy the config.json of a multimodal ``source`` into ``folder``, without its quantisation settings.
+
+    Its dtype is replaced by ``dtype``.
+    """
     config = remove_quantization(read_json(source / "config.json"))
 
     # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.

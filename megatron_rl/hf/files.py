@@ -65,10 +65,9 @@ def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 class CheckpointFiles:
     """Tensors of a checkpoint directory, readable a slice at a time.
 
-    With ``file`` only this file of the directory is read, otherwise all files of `weight_files`. A
-    multimodal checkpoint is read as the tensors of its language model, under the names of a text-only
-    checkpoint (see `shapes.multimodal`). Quantised weights are read as float32, and their scales are not
-    listed (see `shapes.quantized`).
+    All files of `weight_files` are read, or only ``file`` if it is given. A multimodal checkpoint is read as
+    the tensors of its language model, under the names of a text-only checkpoint (see `shapes.multimodal`).
+    Quantised weights are read as float32, and their scales are not listed (see `shapes.quantized`).
 
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
@@ -95,18 +94,19 @@ class CheckpointFiles:
         config_file = self.path / "config.json"
         if file is None and config_file.is_file():
             config = read_config(config_file)
-        language_model = language_config(config)
+        model_config = language_config(config)
 
-        # Name in a checkpoint of the language model -> stored name.
+        # Name of a tensor in a text-only checkpoint -> its stored name.
         self._stored_names: dict[str, str] = {name: name for name in self._files}
         multimodal = multimodal_of(config)
         self.is_multimodal = multimodal is not None
         if multimodal is not None:
             self._stored_names = language_model_names(self._files)
 
-        # Format in which all experts of a layer are stored, in this checkpoint and in an export of the model.
+        # Format of tensors with all experts of a layer: first in this checkpoint, then in an export of the
+        # model.
         fused_experts: FusedExperts | None = None
-        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+        family = BY_MODEL_TYPE.get(str(model_config.get("model_type")))
         if family is not None:
             fused_experts = family.fused_experts
         self.export_fused_experts = fused_experts
@@ -114,7 +114,7 @@ class CheckpointFiles:
             self.export_fused_experts = multimodal.fused_experts
 
         # Name -> location in the stored tensors.
-        hidden_size = language_model.get("hidden_size")
+        hidden_size = model_config.get("hidden_size")
         self._locations: dict[str, TensorLocation] = {}
         if isinstance(hidden_size, int):
             self._locations = locate_tensors(
@@ -130,14 +130,17 @@ class CheckpointFiles:
         # Name of a weight -> name of its scales, and name of an additional scale for the whole tensor.
         self._scales: dict[str, str] = {}
         self._tensor_scales: dict[str, str] = {}
-        self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
+        self._quantization: Quantization | None = read_quantization(model_config, str(config_file))
         if self._quantization is not None:
             self._scales = scales_by_weight(self._locations)
             if self._quantization.has_tensor_scales:
                 self._tensor_scales = tensor_scales_by_weight(self._locations)
 
     def _read_file_names(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, by the headers of ``files`` or the directory's index."""
+        """Return the file name of each tensor, read from the headers of ``files``.
+
+        If ``files`` is None, it is read from the directory's index.
+        """
         if files is None:
             weight_map = read_index(self.path)
             absent_files: list[str] = []
@@ -201,8 +204,8 @@ class CheckpointFiles:
 
     def names_outside_language_model(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
-        inside_names = {location.name for location in self._locations.values()}
-        return sorted(set(self._files) - inside_names)
+        names_in_language_model = {location.name for location in self._locations.values()}
+        return sorted(set(self._files) - names_in_language_model)
 
     def export_name(self, name: str) -> str:
         """Return the name of a tensor in an export of this model.
@@ -213,7 +216,7 @@ class CheckpointFiles:
         """
         location = self._locations.get(name)
         if location is None:
-            # A tensor with all experts of a layer, in an export that also stores them in one tensor.
+            # ``name`` is a tensor with all experts of a layer. The export stores them in one tensor, too.
             return self._stored_names.get(name, name)
         if location.expert is None:
             return location.name
@@ -367,7 +370,7 @@ class CheckpointFiles:
         return dequantize(values, scales, start, block)
 
     def _read_tensor_scale(self, name: str) -> Tensor:
-        """Read the additional scale of a whole tensor in NVFP4, a tensor without dimensions."""
+        """Return the scale of a whole NVFP4 tensor, in addition to the scales of its blocks: [] float32."""
         location = self._locate(name)
         if name not in self._tensor_scales:
             raise nvfp4_error(str(self._files[location.name]), name, self.shape(name), None)
@@ -407,8 +410,8 @@ def _stored_slices(
     if location.expert is None:
         return tuple(slices)
 
-    # Select one expert, which removes the dimension of experts, and all rows from the first to the last row
-    # of the box. The caller applies the step.
+    # Select one expert by an index, and all rows from the first to the last row of the box by a slice. The
+    # caller applies the step.
     first_row = location.begin + start[0] * location.step
     end_row = first_row
     if size[0] > 0:
@@ -465,17 +468,17 @@ class SafetensorsWriter:
         self._file.write(content)
         self._digest.update(content)
 
-    def close(self, complete: bool = True) -> str:
+    def close(self, require_complete: bool = True) -> str:
         """Flush the file to the disk, close it and return its digest.
 
-        ``complete``: whether to require that all elements were written; raises RuntimeError otherwise.
+        With ``require_complete``, raises RuntimeError if any elements were not written.
         """
         with self._file:
             self._file.flush()
             # An incomplete file is not published, and need not reach the disk.
-            if complete:
+            if require_complete:
                 os.fsync(self._file.fileno())
-        if complete and self._remaining:
+        if require_complete and self._remaining:
             raise RuntimeError(f"{self._remaining} bytes of {self._file.name} were not written")
         return str(self._digest)
 

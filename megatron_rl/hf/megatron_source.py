@@ -116,10 +116,10 @@ class BucketReader(ChunkReader):
 class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
-    Stored tensors are unsharded, as on a layout of one rank. Tracing the import on such a layout returns the
-    boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the metadata of the tensors to
-    read: model weights (by default from `read_pointed_checkpoint`) or an optimizer state. Raises UserErrors
-    if tensors do not match the model, or files are missing.
+    The stored tensors are complete, like the parameters of a model on one rank. Tracing the import into such
+    a model returns the boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the
+    metadata of the tensors to read: model weights (by default from `read_pointed_checkpoint`) or an optimizer
+    state. Raises UserErrors if tensors do not match the model, or files are missing.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class MegatronFiles:
         return values.view(tuple(size))
 
     def _chunks_at(self, key: str, index: int) -> list[Chunk]:
-        """Return the chunks of a stored tensor that may contain ``index`` of its first dimension."""
+        """Return the chunks of a stored tensor that may contain row ``index`` of its first dimension."""
         single_layer_chunks = self._chunks.get((key, index), [])
         multi_layer_chunks = self._chunks.get((key, None), [])
         return single_layer_chunks + multi_layer_chunks
@@ -266,7 +266,7 @@ class BufferFiles(MegatronFiles):
         self._buckets = BucketReader(self.path, checkpoint.buffers)
 
         # A flat buffer contains the parameter shards of one rank of the layout that wrote the checkpoint.
-        self._flat: dict[str, FlatParameter] = {}
+        self._flat_parameters: dict[str, FlatParameter] = {}
         parameters_by_ranks: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
             ranks = (parameter.tensor_rank, parameter.expert_rank, parameter.expert_tensor_rank)
@@ -292,7 +292,7 @@ class BufferFiles(MegatronFiles):
             meta_tensors: dict[str, Tensor] = {}
             for name, parameter in shard_parameters.items():
                 storages[name] = f"{ranks}{name}"
-                self._flat[storages[name]] = parameter
+                self._flat_parameters[storages[name]] = parameter
                 meta_tensors[name] = torch.empty(parameter.shape, device="meta")
             boxes += trace_import(
                 meta_tensors,
@@ -325,7 +325,7 @@ class BufferFiles(MegatronFiles):
         size: Sequence[int],
     ) -> Tensor:
         """Read a slice of a box from the flat buffers, or from the weights if the tensor has no state."""
-        parameter = self._flat.get(box.storage)
+        parameter = self._flat_parameters.get(box.storage)
         if parameter is None:
             return super()._read_stored(box, start, size)
 
@@ -357,7 +357,10 @@ def _view_of_box(
     start: Sequence[int],
     box: Span,
 ) -> Tensor:
-    """Return a view of ``box`` in ``values``, whose first element has the coordinates ``start``."""
+    """Return a view of the elements of ``values`` in ``box``.
+
+    ``start`` are the coordinates of the first element of ``values``.
+    """
     box_start, box_size = box
     for dim, count in enumerate(box_size):
         offset = box_start[dim] - start[dim]

@@ -119,7 +119,8 @@ def fill_parameters(
         _read_parameters(parameters, parameters.keys(), model, open_files())
         return
 
-    # An error is raised on all ranks before the first broadcast, in which they would otherwise hang.
+    # If one rank cannot read its parameters, raise on all ranks before the first broadcast. The other ranks
+    # would otherwise hang in a broadcast.
     sources = _assign_sources(parameters, groups)
     assigned_names = _parameters_of_this_rank(sources)
 

@@ -170,7 +170,7 @@ def build_roles(
     ``templated``: whether prompts were rendered with the tokenizer's chat template.
     ``actor``: existing actor; None builds the actor.
     ``log``: function that prints a line on the console.
-    ``show_part``: function that shows which part is built next, or None.
+    ``show_part``: function that prints the name of the part that is built next, or None.
 
     Collective over the world.
     """
@@ -185,9 +185,9 @@ def build_roles(
     adapters = separate_adapters(config)
 
     # Build the engine first and put it to sleep: engine and models need not fit in device memory together.
-    routing = _routing_shape(config, "rollout")
+    routing_shape = _routing_shape(config, "rollout")
     show_part(f"engine {config.rollout.engine}")
-    rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
+    rollout = _build_rollout(config, tokenizer, templated, routing_shape, adapters)
     if actor is None:
         show_part(f"actor from {model_source(config.model.path)}")
         actor = build_actor(config, updates=_update_count(config))
@@ -220,11 +220,11 @@ def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeac
     """Build the client of a teacher's server; return None for a run without such a server."""
     if config.teacher_server is None or not algorithm.needs_teacher:
         return None
-    top_tokens = _request_top_tokens(config, algorithm.distillation.top_tokens)
+    top_tokens = _make_top_tokens(config, algorithm.distillation.top_tokens)
     return ServedTeacher(config.teacher_server, top_tokens, longest_row(config))
 
 
-def _request_top_tokens(config: RunConfig, num_tokens: int) -> TopTokens | None:
+def _make_top_tokens(config: RunConfig, num_tokens: int) -> TopTokens | None:
     """Return the request for the ``num_tokens`` most likely tokens of each distribution, or None for 0."""
     if not num_tokens:
         return None
@@ -326,7 +326,7 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a stage trains, without the optimizer, which the stage creates.
+    """Build the role that a stage trains. The stage creates the optimizer itself.
 
     Collective over the world.
     """
@@ -392,7 +392,8 @@ def build_model_role(
         if config.actor.freeze_router:
             model.freeze_routers()
 
-    # Only for roles that steps update: DDP allocates gradient buffers, and the optimizer its states.
+    # DDP allocates gradient buffers, and the optimizer allocates states. Build both only for a role that
+    # training steps update.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
         wrap_in_ddp(model, section.optimizer.distributed, section.ddp)
@@ -400,7 +401,8 @@ def build_model_role(
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)
 
-    # With routing replay of updates, the actor's scoring pass records the experts of each token.
+    # With `actor.routing_replay: update`, the actor's forward pass before the updates records the experts of
+    # each token.
     routing_shape = None
     if spec is ACTOR and updates is not None:
         routing_shape = _routing_shape(config, "update")
@@ -415,7 +417,7 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
-        top_tokens=_request_top_tokens(config, top_tokens),
+        top_tokens=_make_top_tokens(config, top_tokens),
         top_outputs=spec.top_outputs,
         optimizer=optimizer,
         metric_prefix=spec.metric_prefix,

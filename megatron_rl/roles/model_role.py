@@ -254,7 +254,8 @@ class ModelRole:
             return self._make_shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
-        # Sum the gradients over micro-batches and ranks: the loss weights contain the global denominators.
+        # Sum the gradients over micro-batches and ranks, without a division: each loss weight has already
+        # been divided by the denominator over all ranks.
         self.optimizer.zero_grad()
         micro_outputs, metrics = forward_backward(
             self.model,
@@ -277,8 +278,8 @@ class ModelRole:
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step with the gradients from `accumulate`; return the optimizer's metrics.
 
-        ``has_next``: whether the next use of the weights is the forward pass of another optimizer step. Only
-        the first of the role's ranks returns metrics. Collective over the role's ranks.
+        ``has_next``: whether the forward pass of another optimizer step follows directly. Only the first of
+        the role's ranks returns metrics. Collective over the role's ranks.
         """
         if self.model is None or self.optimizer is None:
             return Metrics()

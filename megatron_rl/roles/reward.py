@@ -2,6 +2,8 @@
 
 Each rank computes the rewards of a part of the rows and returns them as a `RowShard`, like a role with a
 model. The step gathers the shards of all scorers and computes the weighted sum.
+
+The result of a scorer or filter for one row is an `Answer`: a reward, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from megatron_rl.types import (
 COMPONENT = "component/"
 """Prefix of reward components in ``RowShard.values``, so that a component may have the name ``rewards``."""
 NO_REWARD = "no_reward"
-"""Reason of an invalid row without a reward from an environment, in a run without scorers."""
+"""Reason of an invalid row: the run has no scorers, and no environment has rewarded the row."""
 MAX_REASON_CHARACTERS = 600
 """Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
@@ -89,7 +91,7 @@ class Scorer(Protocol):
 
 
 class NullScorer:
-    """Scorer that returns the same answer for every sample, for a run in which no scorer is configured."""
+    """Placeholder for a run without configured scorers: it returns the same `Answer` for every sample."""
 
     optional_fields: frozenset[str] = frozenset()
     unenforced_limits: tuple[str, ...] = ()
@@ -239,11 +241,13 @@ class RewardRole:
 
         # Row indices in the round, whose groups all have the same number of rows.
         round_rows = [group_index * len(rollouts) + row for row in rows]
-        verdicts = None
+        filter_future = None
         if self._filters is not None:
             samples = self._make_samples(prompts, rollouts, rows, self._filters.optional_fields)
             response_ids = self._response_ids(rollouts.rows(rows))
-            verdicts = self._submit(FILTERS, _filter_rows, self._filters, round_rows, samples, response_ids)
+            filter_future = self._submit(
+                FILTERS, _filter_rows, self._filters, round_rows, samples, response_ids
+            )
 
         for name, scorer in self._functions.items():
             samples = self._make_samples(prompts, rollouts, rows, scorer.optional_fields)
@@ -252,7 +256,7 @@ class RewardRole:
                 # All rows of a group are of one source.
                 thread_name = scorer.function_name(samples[0]) or name
             sample_by_row = dict(zip(round_rows, samples, strict=True))
-            self._submit(thread_name, _score_rows, name, scorer, sample_by_row, verdicts)
+            self._submit(thread_name, _score_rows, name, scorer, sample_by_row, filter_future)
 
     def _submit(
         self, thread_name: str, compute: Callable[..., _EarlyAnswers], *arguments: Any
@@ -385,7 +389,7 @@ class RewardRole:
                 replica_group,
             )
             saved_rows = (skipped_rows - failed_rows) | filtered.names.keys()
-            results.append(self._add_saved_calls(result, rows, saved_rows))
+            results.append(self._add_saved_metric(result, rows, saved_rows))
             skipped_rows = skipped_rows | set(result.reasons)
 
             # The first scorer's result contains the rewards of environments: the other scorers add 0.
@@ -394,13 +398,13 @@ class RewardRole:
                     existing_answers[row] = Answer(reason=None, reward=0.0)
         return results
 
-    def _add_saved_calls(
+    def _add_saved_metric(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
-        """Add the metric `reward/saved/SCORER`: share of this rank's rows that were not passed to the scorer.
+        """Add the metric `reward/saved/SCORER` to a scorer's result.
 
-        ``rows``: this rank's rows. ``saved_rows``: rows of all ranks that filters removed, or on which an
-        earlier scorer failed.
+        The metric is the share of this rank's ``rows`` that are in ``saved_rows``: rows that were not passed
+        to the scorer, since a filter removed them or an earlier scorer failed on them.
         """
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
@@ -418,21 +422,21 @@ class RewardRole:
     ) -> list[Sample]:
         """Return one sample per row, with the ``optional_fields`` of `Sample` that a scorer needs."""
         # Every scorer gets these fields. Turns and tokens are slow to build, so only some scorers get them.
-        selected = rollouts.rows(rows)
+        selected_rollouts = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
-            "response": self.responses(selected),
+            "response": self.responses(selected_rollouts),
             "ground_truth": [prompts.ground_truths[row] for row in rows],
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
 
         # Omit the first turn: the prompt is a separate field.
         if TURNS in optional_fields:
-            fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
+            fields[TURNS] = [turns[1:] for turns in self.conversations(selected_rollouts)]
         if TOKENS in optional_fields:
-            fields[TOKENS] = collect_token_fields(selected)
+            fields[TOKENS] = collect_token_fields(selected_rollouts)
         if GROUP in optional_fields:
-            fields[GROUP] = selected.group.tolist()
+            fields[GROUP] = selected_rollouts.group.tolist()
         if SOURCE in optional_fields:
             sources = prompts.sources or (None,) * len(prompts)
             fields[SOURCE] = [sources[row] for row in rows]
@@ -552,10 +556,10 @@ def _run_scorer(
         failures[answered_rows[failure.row]] = (failure.reason, message)
 
     # All ranks must return the same columns, although a function may return different components per sample.
-    gathered = replica_group.gather_objects((set(result.components), failures))
+    rank_results = replica_group.gather_objects((set(result.components), failures))
     component_names: set[str] = set()
     all_failures: dict[int, tuple[str, str]] = {}
-    for rank_components, rank_failures in gathered:
+    for rank_components, rank_failures in rank_results:
         component_names |= rank_components
         all_failures |= rank_failures
     for component in sorted(component_names):
@@ -615,14 +619,14 @@ def _score_rows(
     name: str,
     scorer: FunctionScorer,
     sample_by_row: Mapping[int, Sample],
-    verdicts: Future[_EarlyAnswers] | None,
+    filter_future: Future[_EarlyAnswers] | None,
 ) -> _EarlyAnswers:
     """Run a scorer on the samples that pass the filters; return its name and a dictionary of row -> answer.
 
-    ``verdicts``: future result of `_filter_rows`, for which this waits, or None without filters.
+    ``filter_future``: future of the call of `_filter_rows` for these samples, or None without filters.
     """
-    if verdicts is not None:
-        _, filter_answers = verdicts.result()
+    if filter_future is not None:
+        _, filter_answers = filter_future.result()
         passed_rows = [row for row in sample_by_row if filter_answers[row].reason is None]
         sample_by_row = {row: sample_by_row[row] for row in passed_rows}
     answers = scorer.compute_answers(list(sample_by_row.values()))

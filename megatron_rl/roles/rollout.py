@@ -93,8 +93,8 @@ class RolloutRole:
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing_shape)
 
-        # Each round has a separate queue in the job's store, whose key contains the number of the round: the
-        # first rank draws the number, and broadcasts it.
+        # Each round has a separate queue in the job's store. The queue's key contains the number of the
+        # round: the first rank takes the next number from the store and broadcasts it.
         next_round = 0
         if self.rank == self.layout.ranks[0]:
             next_round = store_increment("rounds")
@@ -103,8 +103,8 @@ class RolloutRole:
         # A round of the open order ends when all ranks without an engine wait in `gather_new_tokens`.
         rendezvous = None
         if generation_round.rendezvous is not None:
-            num_learners = device.world_size() - len(self.layout.ranks)
-            rendezvous = Rendezvous(generation_round, num_learners)
+            num_ranks_without_engine = device.world_size() - len(self.layout.ranks)
+            rendezvous = Rendezvous(generation_round, num_ranks_without_engine)
 
         def report_finished(index: int, group: SequenceGroup) -> None:
             """Report a finished group to the caller and to the rendezvous."""

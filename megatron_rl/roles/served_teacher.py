@@ -45,7 +45,7 @@ _BYTES_PER_LOG_PROB = 160
 
 
 class TeacherResults(NamedTuple):
-    """Results of the requests for a batch on one rank; without rows on ranks that send no requests."""
+    """Results of the requests for a batch on one rank. A rank that sends no requests has no rows."""
 
     shard: RowShard
     """The teacher's columns, and whether each row has them."""

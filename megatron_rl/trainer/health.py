@@ -235,7 +235,7 @@ def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory
 
 
 def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its first `health.REFERENCE` values.
+    """Return the metric divided by the median of its first `health.MIN_MEASUREMENTS` values.
 
     Returns None in steps without the metric, until there are that many values, and if their median is not
     positive.
@@ -245,7 +245,7 @@ def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memor
         return None
 
     first_values = memory.setdefault("start", [])
-    if len(first_values) < health.REFERENCE:
+    if len(first_values) < health.MIN_MEASUREMENTS:
         if math.isfinite(value):
             first_values.append(value)
         return None
@@ -255,8 +255,8 @@ def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memor
 def _measure_ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the metric divided by the median of its last `health.MEDIAN_WINDOW` earlier values.
 
-    Returns None in steps without the metric, until there are `health.REFERENCE` values, and if their median
-    is not positive.
+    Returns None in steps without the metric, until there are `health.MIN_MEASUREMENTS` values, and if their
+    median is not positive.
     """
     value = values.get(rule.metrics[0])
     if value is None:
@@ -265,7 +265,7 @@ def _measure_ratio_to_median(rule: HealthRule, values: Mapping[str, float], memo
     previous_values = memory.setdefault("before", [])
     if math.isfinite(value):
         memory["before"] = [*previous_values, value][-health.MEDIAN_WINDOW :]
-    if len(previous_values) < health.REFERENCE:
+    if len(previous_values) < health.MIN_MEASUREMENTS:
         return None
     return _divide_by_median(value, previous_values)
 

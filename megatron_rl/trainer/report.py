@@ -136,7 +136,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
     """Return the metrics of a run and of its stages; raise UserError for a folder without metrics."""
     lines = _readable_lines(folder.metrics)
     stages: dict[str, Lines] = {}
-    for name in folder.measured_stages():
+    for name in folder.stages_with_metrics():
         stage_lines = _readable_lines(folder.stage_metrics(name))
         if stage_lines:
             stages[escape_unprintable(name)] = stage_lines

@@ -68,7 +68,7 @@ def test_defaults_are_choices() -> None:
     for name, _, said, default in keys():
         # A setting with the choice of a name, such as `auto`, may take a number besides.
         assert not said.choices or not isinstance(default, str) or default in said.choices, name
-        assert set(said.spelled.values()) <= set(said.choices), name
+        assert set(said.spellings.values()) <= set(said.choices), name
         assert not set(said.refused) & set(said.choices), name
 
 

@@ -188,7 +188,7 @@ class AlgorithmConfig:
         None,
         "KL penalty to the reference policy: none, in the loss (loss), or in the reward (reward).",
         unset=_ITS_OWN,
-        number_means="{name: loss, coef: VALUE}",
+        section_for_number="{name: loss, coef: VALUE}",
         also_called={"verl": "use_kl_loss, use_kl_in_reward"},
         also_called_below={
             "loss: coef": {

@@ -110,7 +110,7 @@ class DataConfig:
         "Prompts to train on: a file, a folder of shards, a pattern, or a list of these; on the Hugging Face "
         "Hub as hf://datasets/ORG/NAME/PATH.",
         jobs=("train",),
-        instead="sources",
+        alternative_key="sources",
         unset="no reinforcement learning, unless there are data.sources",
         example="data/train.jsonl",
         also_called={
@@ -288,7 +288,7 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    # The sections of stages have neither of these settings.
+    # The section of a stage has no system message and no chat-template arguments.
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )

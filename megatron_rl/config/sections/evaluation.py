@@ -110,8 +110,8 @@ class EvaluationSetConfig:
 
         # Powers of two, and all samples.
         powers = [2**power for power in range(1, self.samples.bit_length())]
-        smaller = [power for power in powers if power < self.samples]
-        return (*smaller, self.samples)
+        smaller_powers = [power for power in powers if power < self.samples]
+        return (*smaller_powers, self.samples)
 
     def interval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that have a 95 % interval, without the prefix ``eval/NAME/``."""
@@ -122,14 +122,17 @@ class EvaluationSetConfig:
         return tuple(names)
 
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the set's metrics, without the prefix and without its evaluators' metrics."""
-        estimates = self.interval_metrics()
+        """Return the names of the set's metrics, without the prefix ``eval/NAME/``.
+
+        Metrics of its evaluators are not included.
+        """
+        interval_names = self.interval_metrics()
 
         # The reward and the diversity metrics have no interval.
-        bounds: list[str] = []
-        for name in estimates:
-            bounds.extend(f"{name}_{end}" for end in INTERVALS)
-        return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
+        bound_names: list[str] = []
+        for name in interval_names:
+            bound_names.extend(f"{name}_{bound}" for bound in INTERVALS)
+        return (*interval_names, *bound_names, "reward", "invalid", "response_length", *DIVERSITY)
 
     def user_functions(self) -> dict[str, str]:
         """Map the key of each user function (``reward``, ``evaluators.NAME``) to its import path."""

@@ -76,8 +76,8 @@ class ModelConfig:
         "bfloat16",
         "Type of weights and activations in training and rollout.",
         choices=("bfloat16", "float32"),
-        spelled={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
-        refused={"float16": "it needs loss scaling, bfloat16 does not"},
+        spellings={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+        refusal_reasons={"float16": "it needs loss scaling, bfloat16 does not"},
         also_called={
             "NeMo-RL": "precision",
             "transformers": "torch_dtype",
@@ -107,7 +107,7 @@ class ModelConfig:
         "Implementation of attention in the trained models.",
         unset="transformer_engine if it is installed, else torch",
         choices=("transformer_engine", "torch"),
-        spelled={"te": "transformer_engine"},
+        spellings={"te": "transformer_engine"},
         also_called={
             "transformers": "attn_implementation",
             "Megatron-LM": "attention_backend",
@@ -216,8 +216,8 @@ class OptimizerConfig:
         "adam",
         "AdamW (adam), or SGD with momentum (sgd), which needs `distributed: false`.",
         choices=("adam", "sgd"),
-        spelled={"adamw": "adam"},
-        refused={
+        spellings={"adamw": "adam"},
+        refusal_reasons={
             "muon": "Megatron-Core takes it from the package emerging_optimizers, and checkpoints do not "
             "support its state"
         },
@@ -449,7 +449,7 @@ class ActorConfig:
         "(none), or they are those of the forward pass that computed the old log-probs (update), or those of "
         "the rollout engine, which that forward pass uses too (rollout).",
         choices=("none", "update", "rollout"),
-        spelled={"R2": "update", "R3": "rollout", "disabled": "none"},
+        spellings={"R2": "update", "R3": "rollout", "disabled": "none"},
         also_called={"verl": "router_replay.mode", "slime": "use_routing_replay, use_rollout_routing_replay"},
         their_values={
             "use_routing_replay": {True: "update", False: "none"},

@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError, range_error
 
 AUTO = "auto"
 MORE = "more"
-"""Key of a table for the prompts that are longer than its other keys."""
+"""Key of a table's last row, as in ``{512: 256, more: 1024}``: it applies to all longer prompts."""
 
 ResponseLimit = int | str | dict[str, Any]
 """Value of `max_response_tokens`: a number, `AUTO`, or a table from prompt tokens to response tokens."""

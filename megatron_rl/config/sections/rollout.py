@@ -102,7 +102,7 @@ class EnvironmentConfig:
         also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
     limits: LimitsConfig = setting(LimitsConfig(), "Limits of a process of environments.")
-    settings: dict[str, Any] = setting({}, "Settings of the class.", takes_rest=True)
+    settings: dict[str, Any] = setting({}, "Settings of the class.", collects_unknown_names=True)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class RolloutConfig:
         "servers (server), or the path of your own: a class that `make_engine` calls with its arguments, "
         "whose objects are both a `Generator` and a `WeightStore`.",
         choices=tuple(ENGINES),
-        or_path=True,
+        allows_path=True,
         also_called={
             "verl": "rollout.name",
             "NeMo-RL": "generation.backend",
@@ -512,7 +512,7 @@ class RolloutConfig:
     @property
     def in_flight_limit(self) -> int | None:
         """Return the largest number of episodes that a replica samples at once; None if unbounded."""
-        # The engine schedules no more sequences than its own limit.
+        # vLLM schedules at most `max_num_seqs` sequences at once.
         limits = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
@@ -600,7 +600,8 @@ def profile_fields() -> dict[str, Setting]:
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
     """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    A profile is a mapping and not a section, since an omitted key has the rollout's value and not a default.
+    The parser does not validate a profile, since a profile is a mapping and not a section: a key that it
+    omits has the value of the rollout section and no default.
     """
     descriptions = profile_fields()
     errors = []
@@ -626,7 +627,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
 
 
 def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors in tables of limits, and for `auto` limits whose lengths cannot be observed."""
+    """Yield the errors in tables of response limits and in the settings of `auto` limits."""
     is_auto = False
     for path, value in rollout.limit_settings.items():
         is_auto = is_auto or value == AUTO
@@ -655,7 +656,8 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
             fix=f"set rollout.auto_limit.responses={auto.window} or less",
         )
 
-    # With `partial` a long response is continued, so its length is observed in the end.
+    # Over-sampling discards long responses, so `auto` would count only short ones. With `partial`, long
+    # responses are continued and counted later.
     if rollout.oversample and not rollout.partial:
         yield UserError(
             "the limits would follow only short responses: over-sampling discards the long ones",
@@ -768,12 +770,12 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
         "rollout.oversample": rollout.oversample > 0,
         "rollout.partial": rollout.partial,
     }
-    splitting_keys = [key for key, is_set in is_set_by_key.items() if is_set]
-    if not splitting_keys:
+    multi_request_keys = [key for key, is_set in is_set_by_key.items() if is_set]
+    if not multi_request_keys:
         return
 
-    # One of the settings is enough for the error.
-    splitting_key = splitting_keys[0]
+    # Name only the first of these settings in the error.
+    multi_request_key = multi_request_keys[0]
     for path, settings in task_settings(rollout):
         for name in ("presence_penalty", "frequency_penalty"):
             if settings[name]:
@@ -781,8 +783,8 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                     f"{path}.{name}",
                     settings[name],
                     "responses that are one request of the engine each",
-                    got=f"{splitting_key} is set, which continues responses in further requests",
-                    fix=f"remove {splitting_key}, or use rollout.repetition_penalty",
+                    got=f"{multi_request_key} is set, which continues responses in further requests",
+                    fix=f"remove {multi_request_key}, or use rollout.repetition_penalty",
                 )
 
 
@@ -809,7 +811,7 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error for a ``text`` of a logit rule that the tokenizer does not encode as a single token.
+    """Return the error for a ``text`` in `logit_bias` or `banned_tokens` that is not a single token.
 
     ``setting`` is the path of the setting with the text, and ``tokens`` are the tokens of the text.
     """
@@ -823,7 +825,7 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
-    """Return the error for a ``token_id:N`` in ``text`` whose N is not below the tokenizer's size.
+    """Return the error for a ``text`` such as ``token_id:17`` whose id is not in the vocabulary.
 
     ``setting`` is the path of the setting with the text.
     """

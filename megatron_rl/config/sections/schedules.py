@@ -16,7 +16,7 @@ from megatron_rl.config.setting import Setting
 from megatron_rl.errors import UserError, range_error
 
 LOWEST_TEMPERATURE = 1e-2
-"""Smallest positive temperature. Lower ones are raised to it, as in vLLM, since they would overflow."""
+"""Smallest positive temperature. A lower one is replaced by it, as in vLLM: logits would overflow."""
 
 ScheduledValue = float | Mapping[str, Any]
 """A number, `{start, end, steps}`, or `{start, end, over}`."""
@@ -102,7 +102,7 @@ def schedule_errors(
         return
 
     if set(value) != {"start", "end", _TOKENS}:
-        yield _shape_error(path, value)
+        yield _keys_error(path, value)
         return
 
     # The start and end of a schedule over tokens may be schedules over steps.
@@ -131,7 +131,7 @@ def _step_errors(
 ) -> Iterator[UserError]:
     """Yield the errors of a schedule over steps, see `schedule_errors`."""
     if set(value) != {"start", "end", _STEPS}:
-        yield _shape_error(path, value)
+        yield _keys_error(path, value)
         return
 
     for name in ("start", "end"):
@@ -139,8 +139,8 @@ def _step_errors(
     yield from _length_errors(path, value, _STEPS)
 
 
-def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
-    """Return the error for a section that has other keys than a schedule."""
+def _keys_error(path: str, value: Mapping[str, Any]) -> UserError:
+    """Return the error for a section ``value`` whose keys are not the keys of a schedule."""
     fix = f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}, or over: 64 for a change over tokens"
     # With both lengths, the user probably wants a change over steps and over tokens.
     if _STEPS in value and _TOKENS in value:

@@ -154,7 +154,7 @@ class PreferenceConfig(PairsConfig):
         "sigmoid",
         "Loss of a pair; a function of your own gets a `PreferencePairs` and returns one number per pair.",
         choices=("sigmoid", "robust", "hinge", "ipo", "simpo"),
-        or_path=True,
+        allows_path=True,
     )
     # SimPO divides log-probs by the length, so its beta has a different scale than DPO's.
     beta: float | None = setting(
