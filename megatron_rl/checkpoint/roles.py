@@ -110,8 +110,8 @@ def save_checkpoint(
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, or None for all.
         best_steps: steps whose checkpoints are retained in addition.
-        layout: what is saved of a distributed optimizer: complete states, which every layout can load
-            (`ANY`), or the shards of this layout (`SAME`).
+        layout: format of distributed optimizers: complete states, which every layout can load (`ANY`), or
+            the shards of this layout (`SAME`).
         in_background: write from copies, so that the models may change meanwhile; the caller must call
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
@@ -349,7 +349,7 @@ def load_actor_weights(
 
 
 def _read_file(path: Path, value_types: Sequence[type] = ()) -> Any:
-    """Read a file that torch.save wrote, of plain values, tensors and ``value_types``.
+    """Read a file of plain values, tensors and ``value_types`` that torch.save wrote.
 
     Raises UserError if the file is unreadable or contains an object of the wrong type.
     """

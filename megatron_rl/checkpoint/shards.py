@@ -350,8 +350,8 @@ def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not contain.
 
-    ``box`` is the box without state. If Megatron copies a parameter before it shards it, the index cannot
-    contain the parameter, and ``box`` is None.
+    ``box`` is the box without state, or None for a parameter that Megatron copies before it shards it: the
+    index cannot contain such a parameter.
     """
     location = "a parameter whose shards Megatron copies"
     if box is not None:

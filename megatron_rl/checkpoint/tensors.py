@@ -565,11 +565,11 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
 def _replace_method(
     optimizer: Optimizer,
     name: str,
-    build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
+    make_method: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Replace the method ``name`` inside the block, in every Megatron optimizer that has the method.
 
-    ``build(sub_optimizer, original_method)`` returns the new method.
+    ``make_method(sub_optimizer, original_method)`` returns the new method.
     """
     sub_optimizers = []
     for sub_optimizer in optimizer.sub_optimizers:
@@ -577,7 +577,7 @@ def _replace_method(
             sub_optimizers.append(sub_optimizer)
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
-        setattr(sub_optimizer, name, build(sub_optimizer, method))
+        setattr(sub_optimizer, name, make_method(sub_optimizer, method))
 
     try:
         yield

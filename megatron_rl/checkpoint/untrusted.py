@@ -78,7 +78,7 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
     """Yield each file with pickles and the names in its pickles.
 
-    The first file is the index; the next files are those that the index lists.
+    The order is: the index, the files that the index lists, and the files with values equal on all ranks.
 
     The caller must stop at dangerous names, since the index is unpickled after the first yield.
     """
@@ -105,7 +105,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 
 def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each pickled value in the index; tensors are not pickled.
+    """Yield (file, offset, length in bytes) of each pickled value in the index. Tensors are not pickled.
 
     ``metadata`` is the unpickled index, a ``Metadata`` of torch.
     """

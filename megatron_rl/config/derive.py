@@ -155,7 +155,7 @@ def smallest_world(config: RunConfig) -> int:
         if layout.ranks is not None:
             world_sizes.extend(rank + 1 for rank in layout.ranks)
             continue
-        # Dense layers and experts divide the same ranks by different sizes.
+        # Dense layers and experts have different parallel sizes on the same ranks.
         divisors.append(layout.tensor * layout.pipeline * layout.context)
         divisors.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
 
@@ -492,7 +492,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
 def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
     """Fill in the unset settings of the training stage at ``path`` from settings of the run.
 
-    Without the stage, ``settings`` and the result are None.
+    If the configuration has no such stage, ``settings`` and the result are None.
     """
     if settings is None:
         return None

@@ -70,7 +70,7 @@ class HealthRule:
     """Action when the rule begins to fire: ``warn`` or ``stop``."""
 
     def is_outside(self, value: float) -> bool:
-        """Return whether a measurement is outside the band; NaN always is."""
+        """Return whether a measurement is outside the band; NaN is always outside."""
         # Test for inside: every comparison with NaN is false, so NaN counts as outside.
         is_low_enough = self.above is None or value <= self.above
         is_high_enough = self.below is None or value >= self.below

@@ -167,7 +167,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """Counterpart among our keys of a former key, or of a key in another project.
+    """Our key that corresponds to a former key, or to a key of another project.
 
     Example:
         >>> find_counterpart("train_batch_size").ours

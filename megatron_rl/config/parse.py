@@ -80,7 +80,7 @@ def parse_section(
     """Convert the section at ``path`` to an instance of ``cls``; invalid values are replaced by defaults.
 
     Errors and the origin of each value are recorded in ``state``. Missing keys get their values from
-    ``defaults``, an instance of ``cls``. If it is None, they get the defaults of the class.
+    ``defaults``, an instance of ``cls``. Without ``defaults``, they get the defaults of the class.
     """
     settings = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 

@@ -102,7 +102,7 @@ class RoleSpec:
     """How the role can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
-        """Map the configuration path of each section that the role has in ``config`` to the section."""
+        """Map the configuration path of each of the role's sections in ``config`` to the section."""
         section = attrgetter(self.section)(config)
         if self.named:
             return {f"{self.section}.{name}": model for name, model in section.items()}
@@ -250,7 +250,7 @@ def learner_sections(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]
 
 
 def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> RunConfig:
-    """Replace the section of each role with a model by ``change(path, section)``."""
+    """Replace the section of each role that has a model by the result of ``change(path, section)``."""
     sections = {path: change(path, section) for path, section in role_sections(config).items()}
     for path, section in sections.items():
         config = with_value(config, path, section)

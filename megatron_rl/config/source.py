@@ -373,8 +373,8 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     merged only once, before the first of them. Sections are merged name by name. A single value or a list
     replaces the value of the base, and null restores the default. Every value keeps its origin.
 
-    Returns the tree, and the files that were read, ``path`` first. The tree is None if a file cannot be read.
-    Errors are appended to ``errors``.
+    Returns the tree, and the files that were read, ``path`` first. If a file cannot be read, the function
+    returns None in place of the tree. Errors are appended to ``errors``.
     """
     files: list[Path] = []
     tree = _read_over_bases([path], None, files, errors)

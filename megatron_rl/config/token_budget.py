@@ -26,7 +26,8 @@ _PASSES = ("score", "learn")
 _SMALLEST_RISE = 1.1
 """Smallest factor by which a budget rises. Measured peaks vary, and the budget should not follow each one."""
 _LARGEST_RISE = 2.0
-"""Largest factor by which a budget rises in a step. Small micro-batches predict much larger ones badly."""
+"""Largest factor by which a budget rises in a step. The memory per token of small micro-batches is a bad
+prediction for much larger ones."""
 
 
 def estimate_tokens(

@@ -137,9 +137,9 @@ class CheckpointFiles:
                 self._tensor_scales = tensor_scales_by_weight(self._locations)
 
     def _read_file_names(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, read from the headers of ``files``.
+        """Return the file name of each tensor.
 
-        If ``files`` is None, it is read from the directory's index.
+        The names are read from the headers of ``files``, or for None from the directory's index.
         """
         if files is None:
             weight_map = read_index(self.path)

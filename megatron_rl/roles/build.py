@@ -359,7 +359,7 @@ def build_model_role(
     layout = role_layout(section.layout, f"{path}.layout")
     model_path, trainable = _find_starting_model(config, spec, path, section)
 
-    # Share weights with the actor in one of two ways, which both need the actor's layout.
+    # A role can share weights with the actor in two ways. Both require the actor's layout.
     shares_model_with: ModelRole | None = None
     base_owner: ModelRole | None = None
     if is_initial_actor(config, path):
@@ -384,7 +384,7 @@ def build_model_role(
         if model is not None and trainable:
             _attach_adapters(config, model, _adapter_settings(config, spec, section), model_path)
 
-    # Share and freeze weights before the optimizer is built, which wraps all parameters with gradients.
+    # Share and freeze weights before the optimizer is built: it includes all parameters with gradients.
     if base_owner is not None and base_owner.model is not None and model is not None:
         share_base(model, base_owner.model)
     if spec is ACTOR and model is not None:
@@ -635,7 +635,7 @@ def _build_rollout(
 ) -> RolloutRole:
     """Build the rollout role, with the engine or the client of the servers on the role's ranks.
 
-    ``routing_shape``: (layers, experts per token), to make the engine return each token's routing, or None.
+    ``routing_shape``: (layers, experts per token) if the engine returns the routing of each token, or None.
     ``adapters``: LoRA adapters that the engine receives separately from the weights, or None.
 
     Collective over the world.

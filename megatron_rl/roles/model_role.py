@@ -29,7 +29,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 
 Objective = Callable[..., tuple[Tensor, Metrics]]
-"""Function of a micro-batch's rows and the model's outputs for them that returns their loss and metrics."""
+"""Function that computes loss and metrics from the rows of a micro-batch and the model's outputs for them."""
 
 
 class ModelRole:
@@ -201,11 +201,11 @@ class ModelRole:
         return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
 
     def forward(self, batch: Any, output_mask: Tensor, **options: Any) -> list[TokenOutputs]:
-        """Compute the model's outputs for the tokens of this rank's rows that ``output_mask`` [N] bool marks.
+        """Compute the model's outputs for the tokens of this rank's rows that are true in ``output_mask``.
 
-        Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``:
-        ``from_previous_token``, ``record_experts``, ``top_tokens`` and ``squared_probs`` of
-        `megatron.schedule.forward_only`. Collective over the role's ranks.
+        ``output_mask`` is [N] bool. Returns a result per micro-batch, or [] on ranks that are not output
+        ranks. ``options``: ``from_previous_token``, ``record_experts``, ``top_tokens`` and ``squared_probs``
+        of `megatron.schedule.forward_only`. Collective over the role's ranks.
         """
         if self.model is None:
             return []

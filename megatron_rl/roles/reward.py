@@ -3,7 +3,7 @@
 Each rank computes the rewards of a part of the rows and returns them as a `RowShard`, like a role with a
 model. The step gathers the shards of all scorers and computes the weighted sum.
 
-The result of a scorer or filter for one row is an `Answer`: a reward, or the reason why there is none.
+The result of a scorer or filter for one row is an `Answer`: a reward, or the reason of a failure.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class RewardRole:
         self._visible_text = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
-        # One thread per function, by name: a function's processes handle one list of samples at a time, and
-        # groups do not wait for the slow function of another source.
+        # Name of a function -> executor with one thread, since the function's processes handle one list of
+        # samples at a time. With separate threads, groups do not wait for the function of another source.
         self._executors: dict[str, ThreadPoolExecutor] = {}
         self._early_futures: list[Future[_EarlyAnswers]] = []
         self._filters: ResponseFilters | None = None

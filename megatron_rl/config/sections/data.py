@@ -211,7 +211,7 @@ class DataConfig:
     )
 
     def setting_of(self, name: str) -> str:
-        """Return the path of the setting that names a field of this data set."""
+        """Return the path of the setting ``name`` of this data set, such as ``data.prompt_field``."""
         return f"data.{name}"
 
     @property
@@ -262,7 +262,7 @@ class SetFields(DataConfig):
         return self.own_template
 
     def setting_of(self, name: str) -> str:
-        """Return the path of the setting that names a field of this data set."""
+        """Return the path of the setting ``name`` of this data set, such as ``sft.prompt_field``."""
         return f"{self.section_path}.{name}"
 
 

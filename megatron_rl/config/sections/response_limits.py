@@ -106,7 +106,7 @@ def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
 
 
 def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig) -> int:
-    """Return the limit of the responses to a prompt in tokens; with `AUTO`, the largest limit.
+    """Return the response limit of one prompt, in tokens; with `AUTO`, the largest limit.
 
     Example:
         >>> [prompt_limit({"64": 32, "more": 256}, tokens, AutoLimitConfig()) for tokens in (64, 65)]

@@ -491,7 +491,7 @@ class RolloutConfig:
         return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
 
     def limit_of(self, task: str, prompt_tokens: int) -> int:
-        """Return the response limit for one prompt in tokens; with `auto`, the largest limit."""
+        """Return the response limit of one prompt, in tokens; with `auto`, the largest limit."""
         return prompt_limit(self.limit_setting(task), prompt_tokens, self.auto_limit)
 
     @property

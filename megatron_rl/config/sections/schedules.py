@@ -116,7 +116,10 @@ def schedule_errors(
 
 
 def _value_at(value: ScheduledValue, step: int | None) -> float:
-    """Return a constant, or the value of a schedule over steps at ``step``; for None, its last value."""
+    """Return the value of a constant or of a schedule over steps at ``step``.
+
+    For a ``step`` of None, return the last value of the schedule.
+    """
     if not isinstance(value, Mapping):
         return float(value)
 
