@@ -128,17 +128,17 @@ def merge_metrics(sources: Iterable[Metrics]) -> Metrics:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read a metrics file and return one mapping from name to number per line.
 
-    Damaged lines, and values for which `is_measurable` is false, are skipped.
+    Damaged lines, and values for which `is_valid_metric` is false, are skipped.
     """
     lines, _ = read_metric_lines(Path(path))
     metrics_by_line = []
     for line in lines:
-        metrics_by_line.append({name: value for name, value in line.items() if is_measurable(value)})
+        metrics_by_line.append({name: value for name, value in line.items() if is_valid_metric(value)})
     return metrics_by_line
 
 
-def is_measurable(value: Any) -> bool:
-    """Return whether a value is a number of at most `LARGEST`, which does not overflow when squared."""
+def is_valid_metric(value: Any) -> bool:
+    """Return whether a value is a number, not NaN, with an absolute value of at most `LARGEST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 

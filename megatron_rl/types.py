@@ -35,7 +35,7 @@ class SamplingParameters(NamedTuple):
     top_k: int = 0
     """Number of most likely tokens to sample from; 0 is off."""
     max_response_tokens: int = 256
-    """Length limit of the response in tokens; see `limited_counts` for the tokens that count."""
+    """Length limit of the response in tokens; see `tokens_toward_limit` for the tokens that count."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the response."""
     min_p: float = 0.0
@@ -200,7 +200,7 @@ def observation_token_counts(rollouts: Rollouts) -> Tensor:
     return row_counts(after_first_turn & ~rollouts.response_mask, rollouts.lengths)
 
 
-def limited_counts(rollouts: Rollouts) -> Tensor:
+def tokens_toward_limit(rollouts: Rollouts) -> Tensor:
     """Count the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
 
     These are the policy's tokens, the environment's tokens after the first turn of the policy, and the
@@ -223,7 +223,7 @@ def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
     return None if values is None else values[index]
 
 
-class _Rows:
+class _RaggedBatch:
     """Base class of the ragged batch types, with selection, concatenation and device copies of their rows."""
 
     TOKEN_FIELDS: tuple[str, ...] = ()
@@ -297,7 +297,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class PromptBatch(_Rows):
+class PromptBatch(_RaggedBatch):
     """P prompts as tokens, with the data that rewards read.
 
     Example: two prompts of 2 and 3 tokens have ``tokens=[5, 7, 5, 8, 9]``, ``lengths=[2, 3]``,
@@ -355,7 +355,7 @@ class PromptBatch(_Rows):
 
 
 @dataclass(frozen=True)
-class Rollouts(_Rows):
+class Rollouts(_RaggedBatch):
     """B sampled rows: prompt and response tokens with the engine's log-probs.
 
     In a conversation with an environment, the environment's tokens are between the response tokens.
@@ -391,7 +391,7 @@ class Rollouts(_Rows):
     experts: Tensor | None = None
     """[N, layers, k] int16, experts that the engine routed each token to; -1 if the engine reported none."""
     max_response_tokens: Tensor | None = None
-    """[B] int64, length limit of each row in tokens, see `limited_counts`; None if unlimited."""
+    """[B] int64, length limit of each row in tokens, see `tokens_toward_limit`; None if unlimited."""
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
@@ -445,13 +445,13 @@ class Scores:
     baseline_rewards: Tensor | None = None
     """[B] float32, reward of a greedy response to the row's prompt (ReMax)."""
     baseline_lengths: Tensor | None = None
-    """[B] int64, tokens of the greedy response, counted as in `limited_counts`."""
+    """[B] int64, tokens of the greedy response, counted as in `tokens_toward_limit`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> [N] float32, outputs of roles without a field here, such as a reference's ``ref_entropy``."""
 
 
 @dataclass(frozen=True)
-class TrainBatch(_Rows):
+class TrainBatch(_RaggedBatch):
     """Rows to train on, with loss weights that already have their global denominators.
 
     The loss of a mini-batch is ``sum_t loss_weights[t] * loss[t]`` over *all* its tokens on all ranks, so any

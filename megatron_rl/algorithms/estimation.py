@@ -31,8 +31,8 @@ from megatron_rl.types import (
     Rollouts,
     Scores,
     TrainBatch,
-    limited_counts,
     row_counts,
+    tokens_toward_limit,
 )
 
 
@@ -201,7 +201,7 @@ def _make_advantage_inputs(
         return algorithm.overlong.punish(shaped, valid, response_lengths, limits)
 
     # The overlong penalty counts the same tokens as the length limit, tool output included.
-    rewards = shape_and_punish(scores.rewards, limited_counts(rollouts))
+    rewards = shape_and_punish(scores.rewards, tokens_toward_limit(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last_positions = last_masked_token(mask, lengths)
     has_tokens = last_positions >= 0

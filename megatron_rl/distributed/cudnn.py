@@ -1,10 +1,10 @@
 """Loading of torch's cuDNN, so that a process does not mix two versions of cuDNN.
 
-Transformer Engine prefers the cuDNN in CUDA_HOME or in the library path, and loads the libraries that cuDNN
-consists of by name. If torch's own cuDNN is in the same process, libraries of both are mixed: on an H100 with
-cuDNN 9.14 on the machine and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every convolution
-raised. The dynamic loader does not search for a library that is already loaded, so torch's libraries are
-loaded first.
+cuDNN consists of several libraries. Transformer Engine loads them by name, from CUDA_HOME or from the library
+path. If torch's own cuDNN is in the same process, the process mixes libraries of two versions: on an H100
+with cuDNN 9.14 on the machine and 9.19 in torch's wheels, `torch.backends.cudnn.version()` and every
+convolution raised. The dynamic loader does not search for a library that is already loaded, so this module
+loads torch's libraries first.
 """
 
 from __future__ import annotations

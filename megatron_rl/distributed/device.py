@@ -264,36 +264,35 @@ def peak_memory(reset: bool = False) -> int:
 class MemoryReading:
     """Use of the memory of this rank's device at one moment, in bytes.
 
-    Example: ``MemoryReading(allocated=40 << 30, peak=61 << 30, others=3 << 30, total=79 << 30)``.
+    Example: ``MemoryReading(allocated=40 << 30, peak=61 << 30, other_bytes=3 << 30, total=79 << 30)``.
     """
 
     allocated: int
     """Bytes of the tensors that exist now."""
     peak: int
     """Peak bytes of tensors since the last restart, or since the last reset of `peak_memory`."""
-    others: int
+    other_bytes: int
     """Bytes in use outside of PyTorch's allocator: CUDA, NCCL and other processes."""
     total: int
     """Capacity of the device in bytes."""
 
 
-def read_memory(*, restart: bool = False) -> MemoryReading | None:
-    """Return the device's memory use, or None on a host.
+def read_memory(*, restart_peak: bool = False) -> MemoryReading | None:
+    """Return the device's memory use, or None on a host, where the peak cannot be restarted.
 
-    On a host the peak of memory cannot be restarted within a step. ``restart`` starts a new peak before the
-    reading; `peak_memory` still includes the earlier peak. The call does not wait for the device, since
-    PyTorch's allocator counts on the host.
+    ``restart_peak`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The
+    call does not wait for the device, since PyTorch's allocator counts on the host.
     """
     if not _is_accelerator_initialized():
         return None
-    if restart:
+    if restart_peak:
         _restart_peak()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     reserved_bytes = torch.cuda.memory_reserved() - _unbacked_bytes
     return MemoryReading(
         allocated=torch.cuda.memory_allocated() - _unbacked_bytes,
         peak=torch.cuda.max_memory_allocated() - _unbacked_bytes,
-        others=max(0, total_bytes - free_bytes - reserved_bytes),
+        other_bytes=max(0, total_bytes - free_bytes - reserved_bytes),
         total=total_bytes,
     )
 
@@ -375,9 +374,11 @@ def use_deterministic_kernels() -> None:
     """Restrict this process to deterministic kernels. Call it before `initialize`.
 
     On hosts this does nothing, since their kernels are deterministic. Environment variables that the user has
-    set are not changed. Inside `megatron_mode` PyTorch raises for an operation without a deterministic
-    kernel. Outside it PyTorch only warns. Samplers need operations such as a cumulative sum: PyTorch has no
-    deterministic kernel for it, but it returns the same bits for batches of equal size.
+    set are not changed.
+
+    Inside `megatron_mode` PyTorch raises for an operation without a deterministic kernel. Outside it PyTorch
+    only warns, because samplers need such operations. Their cumulative sum, for example, has no deterministic
+    kernel, but returns the same bits for batches of equal size.
     """
     global _deterministic
     if _ON_HOST:
@@ -386,7 +387,7 @@ def use_deterministic_kernels() -> None:
         os.environ.setdefault(name, value)
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling every new tensor costs a pass over its memory, and no kernel in use reads uninitialized memory.
+    # Do not fill new tensors: this costs a pass over their memory, and no kernel reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     _deterministic = True
 
@@ -521,17 +522,17 @@ class _HostMode(TorchFunctionMode):
             type_name = func(args[0]).replace("torch.meta.", "torch.")
             return type_name.replace("torch.", "torch.cuda.")
 
-        if "device" in kwargs and _names_accelerator(kwargs["device"]):
+        if "device" in kwargs and _is_cuda_device(kwargs["device"]):
             kwargs = {**kwargs, "device": device()}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to and len(args) > 1 and _names_accelerator(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
             args = (args[0], device(), *args[2:])
 
         return func(*args, **kwargs)
 
 
-def _names_accelerator(value: Any) -> bool:
+def _is_cuda_device(value: Any) -> bool:
     """Return whether a value is a CUDA device, or the name of a CUDA device such as "cuda:0"."""
     if isinstance(value, torch.device):
         return value.type == "cuda"

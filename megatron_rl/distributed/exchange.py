@@ -285,9 +285,10 @@ def run_on_all_ranks_or_raise(
 ) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
-    Otherwise the successful ranks would wait for the failed rank in their next collective. Results must be
-    small and picklable. ``purpose`` completes the message "could not …". Raises the UserError of the lowest
-    rank that has one, or else a RuntimeError with the errors of all failed ranks. Collective over the group.
+    Without an error, the successful ranks would wait for the failed rank in their next collective. Results
+    must be small and picklable. ``purpose`` completes the message "could not …". Raises the UserError of the
+    lowest rank that has one, or else a RuntimeError with the errors of all failed ranks. Collective over the
+    group.
     """
     result: Any = None
     failure: Exception | str | None = None
@@ -340,7 +341,7 @@ def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _send_object(value: Any, source: int, group: Any) -> None:
-    """Broadcast a pickled object, preceded by its length in bytes, to the ranks in `_receive_object`."""
+    """Broadcast a pickled object, preceded by its length in bytes; other ranks call `_receive_object`."""
     pickled = pickle.dumps(value)
     length = len(pickled).to_bytes(_LENGTH_BYTES, "little")
     head = pickled[:_HEAD_BYTES]

@@ -69,8 +69,9 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
 
     The groups share the world's bootstrap and its discovery of the topology.
     """
-    # The world's communicator must exist and be bound to a device. The binding is temporary: if it remained,
-    # torch would split on the ranks outside a later group with a different backend, but not on its members.
+    # The world's communicator must exist and be bound to a device while it is split. Remove the binding
+    # afterwards: when a group with another backend is created later, ranks outside the group would call a
+    # split, and its members would not.
     dist.all_reduce(torch.zeros(1, device=device.device()))
     world: Any = dist.group.WORLD
     world.bound_device_id = device.device()

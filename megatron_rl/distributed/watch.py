@@ -40,7 +40,7 @@ _MAX_RANKS_LISTED = 8
 _ABORT_KEY = "hangs"
 """Key in the job's store that is set once a rank has decided to abort."""
 
-_watch: Watch | None = None
+_watchdog: Watchdog | None = None
 
 
 def last_calls(thread_id: int | None) -> str:
@@ -56,14 +56,14 @@ def last_calls(thread_id: int | None) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of one rank in the job's store: activity of its main thread, and a hash that shows progress.
+    """Report of one rank in the job's store, which other ranks compare with the rank's previous report.
 
     Example: ``Report("12", "81303", True, "rank 3 in phase learn after 40 micro-batches, inside barrier")``.
     """
 
-    beat: str
-    """Number of this rank's reports so far; it changes while the reporting thread lives."""
-    progress: str
+    report_number: str
+    """Number of this rank's reports so far; it changes while the reporting thread runs."""
+    progress_hash: str
     """Hash of phase, work done and call stack; it changes when the main thread makes progress."""
     is_in_collective: bool
     """Whether the main thread is in a collective, where it may wait for other ranks."""
@@ -74,47 +74,48 @@ class Report:
     def from_text(cls, text: str) -> Report:
         """Parse a report from the text of `to_text`."""
         # Split only three times, since the description may contain line breaks.
-        beat, progress, waiting_flag, description = text.split("\n", 3)
-        return cls(beat, progress, bool(waiting_flag), description)
+        report_number, progress_hash, waiting_flag, description = text.split("\n", 3)
+        return cls(report_number, progress_hash, bool(waiting_flag), description)
 
     def to_text(self) -> str:
         """Format the report as text, which `from_text` parses."""
         waiting_flag = ""
         if self.is_in_collective:
             waiting_flag = "waits"
-        return "\n".join([self.beat, self.progress, waiting_flag, self.text])
+        return "\n".join([self.report_number, self.progress_hash, waiting_flag, self.text])
 
 
 class HangDetector:
-    """Detector of a hang from the reports of all ranks; all times are by the checking rank's clock.
+    """Detector of a hang from the reports of all ranks; all times are of this rank's monotonic clock.
 
-    ``limit``: seconds without progress of any rank after which the job counts as hanging.
+    ``timeout``: seconds without progress of any rank after which the job counts as hanging.
     ``rank_count``: number of ranks in the job.
-    ``now``: current time (monotonic, seconds).
+    ``now``: current time in seconds.
     """
 
-    def __init__(self, limit: float, rank_count: int, now: float) -> None:
-        self._limit = limit
+    def __init__(self, timeout: float, rank_count: int, now: float) -> None:
+        self._timeout = timeout
         self._last_report: list[Report | None] = [None] * rank_count
-        self._last_progress = [now] * rank_count
-        self._last_beat = [now] * rank_count
+        # By rank: the time of the last report with progress, and the time of the last report.
+        self._progress_time = [now] * rank_count
+        self._report_time = [now] * rank_count
 
     def record_report(self, now: float, rank: int, report: Report) -> None:
         """Record the report of a rank, read at time ``now``."""
         previous = self._last_report[rank]
-        if previous is None or previous.progress != report.progress:
-            self._last_progress[rank] = now
-        if previous is None or previous.beat != report.beat:
-            self._last_beat[rank] = now
+        if previous is None or previous.progress_hash != report.progress_hash:
+            self._progress_time[rank] = now
+        if previous is None or previous.report_number != report.report_number:
+            self._report_time[rank] = now
         self._last_report[rank] = report
 
     def is_silent(self, now: float, rank: int) -> bool:
         """Return whether a rank no longer reports: its process is stopped, or its machine is unreachable."""
-        return now - self._last_beat[rank] > self._limit / 2
+        return now - self._report_time[rank] > self._timeout / 2
 
     def abort_message(self, now: float) -> str | None:
         """Return the message with which to abort the job, or None while any rank makes progress."""
-        if now - max(self._last_progress) <= self._limit:
+        if now - max(self._progress_time) <= self._timeout:
             return None
 
         # Find the stragglers, which block the other ranks: silent ranks, or else ranks outside a collective,
@@ -129,13 +130,13 @@ class HangDetector:
             stragglers = busy_ranks
 
         # List the stragglers with their last reports.
-        lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
+        lines = [f"no rank made progress for {self._timeout:g} s (rank_timeout)"]
         for rank in stragglers[:_MAX_RANKS_LISTED]:
             state = "is"
             if rank in silent_ranks:
                 state = "stopped reporting, last seen"
             # The text of a report begins with "rank N in phase": insert the state of the rank.
-            report_text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
+            report_text = self._describe_rank(rank).replace(" in phase", f" {state} in phase", 1)
             lines.append(f"  {report_text}")
         if len(stragglers) > _MAX_RANKS_LISTED:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
@@ -143,13 +144,13 @@ class HangDetector:
         # Describe only the first of the waiting ranks, with its collective.
         waiting_ranks = [rank for rank in ranks if rank not in stragglers]
         if waiting_ranks:
-            line = f"  waiting for them: {self._describe(waiting_ranks[0])}"
+            line = f"  waiting for them: {self._describe_rank(waiting_ranks[0])}"
             if len(waiting_ranks) > 1:
                 line += f" and {len(waiting_ranks) - 1} more"
             lines.append(line)
         return "\n".join(lines)
 
-    def _describe(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         """Return the text of a rank's last report, or the rank's number if it has not reported."""
         report = self._last_report[rank]
         if report is None:
@@ -162,13 +163,13 @@ class HangDetector:
         return report is not None and report.is_in_collective
 
 
-class Watch:
+class Watchdog:
     """Thread that reports this rank's progress to the job's store and ends the process when the job hangs.
 
-    Rank 0 decides whether the job hangs, or if rank 0 is silent, the lowest rank that still reports.
-    Collective over the world.
+    The lowest rank that still reports decides whether the job hangs; usually this is rank 0. The constructor
+    is collective over the world.
 
-    ``limit``: seconds without progress of any rank after which the job is aborted (`rank_timeout`).
+    ``timeout``: seconds without progress of any rank after which the job is aborted (`rank_timeout`).
     ``describe``: function that returns this rank and its phase, for messages.
     ``abort``: function that prints a message and ends the process.
     ``records_folder``: folder for the flight records of all ranks, or None for no records.
@@ -176,20 +177,20 @@ class Watch:
 
     def __init__(
         self,
-        limit: float,
+        timeout: float,
         describe: Callable[[], str],
         abort: Callable[[str], None],
         records_folder: Path | None,
     ) -> None:
-        self._limit = limit
+        self._timeout = timeout
         self._describe = describe
         self._abort = abort
         self._records_folder = records_folder
-        self._interval = min(_MAX_REPORT_INTERVAL, limit / 8)
+        self._interval = min(_MAX_REPORT_INTERVAL, timeout / 8)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._main_thread = threading.main_thread().ident
-        self._beats = 0
+        self._num_reports = 0
         self._stopped = threading.Event()
 
         # Use a second connection, since the main thread may block the first connection while it waits.
@@ -206,15 +207,15 @@ class Watch:
         self._stopped.set()
 
     def _watch_until_stopped(self) -> None:
-        """Run the thread: report and check until the watch stops or the job hangs."""
+        """Run the thread: report and check until `stop` is called or the job hangs."""
         detector = None
         last_store_reply = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # A long gap means that this process was stopped: discard its recorded times of all ranks.
-            if detector is None or now - last_store_reply > self._limit / 2:
-                detector = HangDetector(self._limit, self._world_size, now)
+            # A long gap means that this process was stopped: forget when other ranks last reported.
+            if detector is None or now - last_store_reply > self._timeout / 2:
+                detector = HangDetector(self._timeout, self._world_size, now)
 
             try:
                 self._send_report()
@@ -225,19 +226,19 @@ class Watch:
                 last_store_reply = now
             except RuntimeError as error:
                 # torch's stores raise RuntimeError if their host is unreachable.
-                if not self._stopped.is_set() and now - last_store_reply > self._limit:
+                if not self._stopped.is_set() and now - last_store_reply > self._timeout:
                     self._abort(f"{self._describe()}: the job's store does not answer: {error}")
 
     def _abort_if_hanging(self, detector: HangDetector, now: float) -> None:
-        """Abort the job if it hangs, and if no lower rank is responsible for the decision."""
+        """Abort the job if it hangs, and if this is the lowest rank that still reports."""
         # Rank 0 reads all reports. Other ranks read only the report of rank 0, until rank 0 is silent.
-        first_unread = 0
+        first_unread_rank = 0
         if self._rank != 0:
             self._read_reports(detector, now, range(1))
             if not detector.is_silent(now, 0):
                 return
-            first_unread = 1
-        self._read_reports(detector, now, range(first_unread, self._world_size))
+            first_unread_rank = 1
+        self._read_reports(detector, now, range(first_unread_rank, self._world_size))
 
         # The lowest rank that still reports decides.
         reporting_ranks = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
@@ -251,7 +252,7 @@ class Watch:
         self._store.set(_ABORT_KEY, message)
         self._write_flight_record()
 
-        # Within three intervals the other ranks read the key and write their flight records.
+        # The other ranks need up to three intervals to read the key and to write their flight records.
         if not self._stopped.wait(3 * self._interval):
             if self._records_folder:
                 message += f"\n  the last collectives of each rank: torchfrtrace {self._records_folder}"
@@ -276,7 +277,7 @@ class Watch:
 
     def _send_report(self) -> None:
         """Write the phase, the work done and the innermost calls of this rank's main thread to the store."""
-        self._beats += 1
+        self._num_reports += 1
 
         # Hash the line numbers of the complete stack: while a rank makes progress, one of them changes.
         stack = []
@@ -292,27 +293,27 @@ class Watch:
         work = progress_text()
         report_text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
         progress_hash = str(hash((description, work, *stack)))
-        report = Report(str(self._beats), progress_hash, is_in_collective, report_text)
+        report = Report(str(self._num_reports), progress_hash, is_in_collective, report_text)
         self._store.set(f"report {self._rank}", report.to_text())
 
 
 def join_job(
-    limit: float,
+    timeout: float,
     describe: Callable[[], str],
     abort: Callable[[str], None] | None = None,
     records_folder: Path | None = None,
 ) -> None:
-    """Join the job, and start a `Watch` that aborts it when no rank makes progress for ``limit`` seconds.
+    """Join the job, and start a `Watchdog` that aborts it after ``timeout`` seconds without progress.
 
-    ``limit`` also bounds the rendezvous. The other arguments are as in `Watch`; ``abort`` is by default
+    ``timeout`` also bounds the rendezvous. The other arguments are as in `Watchdog`; ``abort`` is by default
     `exit_immediately`. Collective over the world.
     """
-    global _watch
-    device.initialize(limit, watched=True)
+    global _watchdog
+    device.initialize(timeout, watched=True)
 
     # A simulated rank has no peers to wait for.
     if not device.is_simulated():
-        _watch = Watch(limit, describe, abort or exit_immediately, records_folder)
+        _watchdog = Watchdog(timeout, describe, abort or exit_immediately, records_folder)
 
 
 def exit_immediately(message: str) -> None:
@@ -323,12 +324,12 @@ def exit_immediately(message: str) -> None:
 
 def leave_job() -> None:
     """Leave the job after all ranks are done, and destroy the process groups. Collective over the world."""
-    global _watch
+    global _watchdog
     if not dist.is_initialized():
         return
 
     dist.barrier()
-    if _watch is not None:
-        _watch.stop()
-        _watch = None
+    if _watchdog is not None:
+        _watchdog.stop()
+        _watchdog = None
     dist.destroy_process_group()

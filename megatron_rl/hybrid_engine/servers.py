@@ -123,7 +123,7 @@ class ServedWeights:
     ``actor``: ranks of the actor.
     ``generator``: client of the servers, or None on ranks that do not sample.
     ``resident``: context in which the model's weights are in device memory.
-    ``say``: function that prints a line on the console.
+    ``print_line``: function that prints a line on the console.
     ``version``: number of updates of the model's weights.
     """
 
@@ -134,7 +134,7 @@ class ServedWeights:
         generator: ServerGenerator | None,
         config: RunConfig,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
         self.rollout_policy = RolloutPolicy(model, config.hybrid_engine.every)
@@ -148,7 +148,7 @@ class ServedWeights:
         self._run_config = config
         self._config = config.rollout.server
         self._resident = resident
-        self._say = say
+        self._print_line = print_line
 
         self._servers = make_servers(config)
         self._links: dict[Server, _ServerLink] = {}
@@ -249,14 +249,16 @@ class ServedWeights:
             return
 
         for server in earlier_reasons.keys() - unavailable_reasons.keys():
-            self._say(f"server {server.url} is back, with the newest weights")
+            self._print_line(f"server {server.url} is back, with the newest weights")
         for server in foreign_servers:
             if server not in unavailable_reasons and server not in earlier_reasons:
-                self._say(f"warning: server {server.url} had weights of another run, or was restarted")
+                self._print_line(f"warning: server {server.url} had weights of another run, or was restarted")
         for server in unavailable_reasons.keys() - earlier_reasons.keys():
-            self._say(f"warning: server {server.url} is unavailable: {unavailable_reasons[server]}")
+            self._print_line(f"warning: server {server.url} is unavailable: {unavailable_reasons[server]}")
         if len(unavailable_reasons) == len(self._servers) > len(earlier_reasons):
-            self._say(f"warning: no server is available: waiting up to {self._config.wait:g} s for one")
+            self._print_line(
+                f"warning: no server is available: waiting up to {self._config.wait:g} s for one"
+            )
 
     def _require_servers(self, unavailable_reasons: dict[Server, str]) -> None:
         """Raise UserError if no server has the weights, or at the start of a run if any server lacks them."""

@@ -150,7 +150,7 @@ def _require_equal_groups(groups: ParallelGroups) -> None:
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
         role_group = getattr(groups, attribute)
-        # The attribute "all" marks groups of optimizer instances, which the trainer does not use.
+        # "all" stands for Megatron's group of one optimizer instance, which the trainer does not use.
         if attribute == "all" or global_group is None or role_group is None:
             continue
 

@@ -153,7 +153,7 @@ class PackedDeltaNet(GatedDeltaNet):
 class _HeadNorm(RmsNorm):
     """RMS norm of each head's output; all heads on all tensor-parallel ranks share one weight.
 
-    The model's other norms store their weight minus 1, this norm stores the weight itself.
+    The parameter is the weight itself. In the model's other norms the parameter is the weight minus 1.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ def chunked_delta_rule(
     chunk_size = min(CHUNK, length)
     num_chunks = -(-length // chunk_size)
 
-    # [rows, heads, chunks, tokens of a chunk, size], and without size for rate and decay.
+    # Shapes: [rows, heads, chunks, tokens of a chunk, size]; rate and decay have no dimension ``size``.
     query = _split_into_chunks(query, num_chunks, chunk_size) * key_size**-0.5
     key = _split_into_chunks(key, num_chunks, chunk_size)
     chunked_value = _split_into_chunks(value, num_chunks, chunk_size)
@@ -216,8 +216,9 @@ def chunked_delta_rule(
     log_differences = log_decay_sums[..., :, None] - log_decay_sums[..., None, :]
     decay = log_differences.masked_fill(~causal, -torch.inf).exp()
 
-    # A token's update depends on the updates of earlier tokens in its chunk: solve for all updates of a chunk
-    # at once. ``corrections`` multiply the state at the start of the chunk, which the loop below computes.
+    # A token's update depends on the updates of earlier tokens in its chunk: solve a triangular system of
+    # equations for all updates of the chunk. The updates also depend on the state at the start of the chunk,
+    # which the loop below computes: ``corrections`` are the factors of this state.
     system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
     start_decay = log_decay_sums.exp()[..., None]
     right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
@@ -266,10 +267,10 @@ def _scale_to_unit_length(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Set Megatron's flag ``HAVE_FLA`` inside the block, and restore it afterwards.
+    """Allow Megatron's constructor of delta nets inside the block even without flash-linear-attention.
 
-    The constructor of Megatron-Core 0.16.1 and 0.19.2 raises an exception if this flag of its module is
-    false, that is without the package flash-linear-attention.
+    The constructor of Megatron-Core 0.16.1 and 0.19.2 raises an exception if the flag ``HAVE_FLA`` of its
+    module is false. The flag is true inside the block, and restored afterwards.
     """
     # Find the constructor's module by name: it is a module in 0.16, but inside a package in 0.19.
     module = sys.modules[GatedDeltaNet.__init__.__module__]

@@ -30,9 +30,9 @@ from megatron_rl.check.model.megatron_settings import SEQUENCE_BALANCE
 from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
-_megatron_exchanges: dict[str, Any] = {}
-"""Megatron's functions that `prepare_experts` replaces, for tensors of equal length: ``gather`` is the
-all-gather and ``scatter`` the reduce-scatter along the first dimension."""
+_megatron_collectives: dict[str, Any] = {}
+"""Megatron's own collectives along the first dimension, which `prepare_experts` replaces: ``gather`` is the
+all-gather, ``scatter`` the reduce-scatter. The replacements call them for tensors of equal length."""
 
 
 def prepare_experts() -> None:
@@ -51,8 +51,8 @@ def prepare_experts() -> None:
     # Experts receive uneven numbers of tokens, and the host's communication has no uneven collectives.
     regions: Any = mappings
     if regions._gather_along_first_dim is not _gather_uneven:
-        _megatron_exchanges["gather"] = regions._gather_along_first_dim
-        _megatron_exchanges["scatter"] = regions._reduce_scatter_along_first_dim
+        _megatron_collectives["gather"] = regions._gather_along_first_dim
+        _megatron_collectives["scatter"] = regions._reduce_scatter_along_first_dim
         regions._gather_along_first_dim = _gather_uneven
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
 
@@ -85,7 +85,7 @@ def _gather_uneven(
     ``output_split_sizes`` are the lengths by rank; None means equal lengths. Collective over ``group``.
     """
     if output_split_sizes is None or group.size() == 1:
-        return _megatron_exchanges["gather"](tensor, group, output_split_sizes, use_global_buffer)
+        return _megatron_collectives["gather"](tensor, group, output_split_sizes, use_global_buffer)
 
     # Pad to the longest tensor, so that an even all-gather can be used.
     padded_size = max(output_split_sizes)
@@ -108,7 +108,7 @@ def _reduce_scatter_uneven(
     ``group``.
     """
     if input_split_sizes is None or group.size() == 1:
-        return _megatron_exchanges["scatter"](tensor, group, input_split_sizes, use_global_buffer)
+        return _megatron_collectives["scatter"](tensor, group, input_split_sizes, use_global_buffer)
 
     # The host's backend, gloo, has no reduce-scatter: all-reduce, then keep this rank's slice.
     tensor_sum = tensor.contiguous().clone()
@@ -211,11 +211,12 @@ class _RouterReplay:
         is_training = self._routing.is_training
 
         if tokens is None:
-            # The backward pass recomputes layers in the order in which the forward pass ran micro-batches.
+            # This is the backward pass. It recomputes the layer for the micro-batches in the order of the
+            # forward pass.
             tokens = self.pending_recompute.popleft()
         elif is_training:
             self._routing.count_choices(self.layer, tokens, experts)
-            # A training pass without gradients is the forward pass of a recomputed layer.
+            # Gradients are disabled only in the forward pass of a layer that the backward pass recomputes.
             if not torch.is_grad_enabled():
                 self.pending_recompute.append(tokens)
         self.tokens = tokens
@@ -232,10 +233,11 @@ class _RouterReplay:
 class Routing:
     """Recording, replay and counts of the experts that one model's routers select, on this rank.
 
-    Fused routers select experts inside their kernel, so only the loads of their experts are counted. ``topk``
-    is the number of experts of a token; ``num_layers`` counts all layers of the model, and ``num_experts``
-    the experts of a layer. ``token_groups`` are the process groups over which the tokens of a row are
-    sharded.
+    Fused routers select experts inside their kernel, so only the loads of their experts are counted.
+
+    ``num_layers`` is the number of all layers of the model, ``num_experts`` the number of experts of a layer,
+    and ``topk`` the number of experts of a token. ``token_groups`` are the process groups over which the
+    tokens of a row are sharded.
     """
 
     def __init__(
@@ -312,17 +314,18 @@ class Routing:
 
         The loss is ``coefficient`` times the mean over the mini-batch's tokens of logsumexp(logits)^2.
         """
-        # Without gradients this is the first pass of a recomputed layer: the recomputation adds the loss.
+        # Gradients are disabled in the forward pass of a layer that the backward pass recomputes: the loss is
+        # added by the recomputation.
         if not self.is_training or not torch.is_grad_enabled():
             return logits
 
-        # In a recomputation this runs before the top-k, which removes the micro-batch from the queue.
+        # In a recomputation the micro-batch is the first in the queue; `get_replay_topk` removes it later.
         tokens = self.tokens
         if tokens is None:
             tokens = replay.pending_recompute[0]
         assert tokens.rows is not None
         squares = logits[: tokens.num_real_tokens].float().logsumexp(dim=-1).square().sum()
-        self._count_loss("router/z_loss", squares, tokens.num_real_tokens)
+        self._accumulate_loss("router/z_loss", squares, tokens.num_real_tokens)
         loss = squares * (coefficient / tokens.rows.batch_tokens)
         return MoEAuxLossAutoScaler.apply(logits, loss)  # pyright: ignore[reportReturnType]
 
@@ -362,11 +365,11 @@ class Routing:
         loss_sum = weighted_scores[: tokens.num_real_tokens].sum()
         # The mean is over rows: each token counts 1 / length of its row.
         row_count = (1 / lengths)[rows.index][: tokens.num_real_tokens].sum()
-        self._count_loss("router/seq_aux_loss", loss_sum, row_count)
+        self._accumulate_loss("router/seq_aux_loss", loss_sum, row_count)
         loss = loss_sum * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
 
-    def _count_loss(
+    def _accumulate_loss(
         self,
         name: str,
         total: Tensor,
@@ -426,8 +429,8 @@ class Routing:
 
         ``router/load_max/layer_N`` is the load of a layer's busiest expert divided by the mean load, 1 if all
         loads are equal. ``router/agreement`` is the fraction of replayed experts that routers would select
-        too. ``router/z_loss`` is a mean over tokens and layers, ``router/seq_aux_loss`` over rows and layers;
-        both without their coefficients. Collective over the group.
+        too. ``router/z_loss`` is the mean loss over tokens and layers, ``router/seq_aux_loss`` the mean loss
+        over rows and layers; the losses are not multiplied by their coefficients. Collective over the group.
         """
         # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):

@@ -64,13 +64,14 @@ def require_transformer_engine() -> None:
 def warn_of_unfused_attention() -> None:
     """Warn, once per process, if Transformer Engine has computed attention without a fused kernel.
 
-    It selects a kernel silently (`get_attention_backend`). On an H100, training a 1.5B model on packed rows
-    of 660 tokens reached 11 % of the GPU's peak: one cause was unfused attention, which stores all scores.
+    Transformer Engine selects a kernel silently (`get_attention_backend`). Without a fused kernel it stores
+    all scores, which was one reason why a 1.5B model on packed rows of 660 tokens reached only 11 % of an
+    H100's peak.
     """
     global _warned_of_unfused
 
     # Transformer Engine caches its last selection in this module, which it imports on its first attention.
-    backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+    backends = getattr(sys.modules.get(_TE_ATTENTION_PACKAGE), "_attention_backends", {})
     if _warned_of_unfused or not backends.get("use_unfused_attention"):
         return
 
@@ -84,13 +85,13 @@ def warn_of_unfused_attention() -> None:
 
 
 def find_earlier_attention_backend() -> dict[str, str]:
-    """Return the setting ``attention_backend`` if an earlier model of this process set it to ``auto``.
+    """Return ``{"attention_backend": "auto"}`` if an earlier model of this process had this setting, else {}.
 
-    Otherwise return an empty mapping. Megatron writes the setting of the first model into environment
-    variables of Transformer Engine, and raises for a later model with a different setting. The model of a
-    training script has ``auto`` by default.
+    Megatron writes the setting of the first model into three environment variables of Transformer Engine,
+    and raises for a later model with a different setting. The model of a user's training script has ``auto``
+    by default.
     """
-    # Only `auto` sets all three variables.
+    # Only the setting `auto` enables all three kernels.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
         return {"attention_backend": "auto"}
     return {}
@@ -105,7 +106,7 @@ def _explain_missing_kernel() -> Iterator[None]:
         if "No dot product attention backend" not in str(error):
             raise
 
-        backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+        backends = getattr(sys.modules.get(_TE_ATTENTION_PACKAGE), "_attention_backends", {})
         raise UserError(
             "Transformer Engine has no fused attention kernel for these rows",
             where="actor.megatron.attention_backend",
@@ -137,7 +138,7 @@ def _rejection_reasons(backends: Mapping[str, Any]) -> str:
     log.propagate = False
 
     try:
-        te_utilities = importlib.import_module(f"{_ATTENTION}.utils")
+        te_utilities = importlib.import_module(f"{_TE_ATTENTION_PACKAGE}.utils")
         logging_options = te_utilities.AttentionLogging
         log.addHandler(handler)
         option_before = logging_options._log_level
@@ -158,7 +159,7 @@ def _rejection_reasons(backends: Mapping[str, Any]) -> str:
     return "; ".join(reasons) or "nothing"
 
 
-_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
+_TE_ATTENTION_PACKAGE = "transformer_engine.pytorch.attention.dot_product_attention"
 """Package in which Transformer Engine selects its attention kernel."""
 _warned_of_unfused = False
 """Whether `warn_of_unfused_attention` has warned in this process."""
@@ -296,15 +297,15 @@ class PackedAttention(nn.Module, RowAttention):
             # Marked so that the gradient norm counts the heads of every rank.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-        # A frequency is a flag per layer, or N for full attention in every N-th layer; without a frequency
-        # every layer has the window.
+        # ``window_attn_skip_freq`` is a list with a flag per layer, or a number N: then every N-th layer has
+        # full attention. Without this setting every layer has the window.
         self.window = None
-        frequency: Any = config.window_attn_skip_freq
+        skip_frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
-            if isinstance(frequency, list):
-                has_window = bool(frequency[layer_number - 1])
-            elif frequency:
-                has_window = layer_number % frequency != 0
+            if isinstance(skip_frequency, list):
+                has_window = bool(skip_frequency[layer_number - 1])
+            elif skip_frequency:
+                has_window = layer_number % skip_frequency != 0
             else:
                 has_window = True
             if has_window:
@@ -318,9 +319,9 @@ class PackedAttention(nn.Module, RowAttention):
         a score cap or sinks.
         """
         # The limits of FlashAttention 2, which `varlen_attn` calls.
-        has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
+        are_sizes_supported = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
         has_plain_scores = self.cap is None and self.softmax_offset is None
-        return device.on_accelerator() and self.half_precision and has_plain_scores and has_kernel
+        return device.on_accelerator() and self.half_precision and has_plain_scores and are_sizes_supported
 
     def forward(
         self,
@@ -757,7 +758,7 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
     if not config.num_moe_experts:
         return False
 
-    # A frequency is a flag per layer, or N for experts in every N-th layer.
+    # ``moe_layer_freq`` is a list with a flag per layer, or a number N: then every N-th layer has experts.
     frequency = config.moe_layer_freq
     if isinstance(frequency, list):
         return bool(frequency[layer])
@@ -826,9 +827,9 @@ def _call_in_group(
 def allow_shared_heads() -> None:
     """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. Idempotent.
 
-    Megatron gathers the projections of all ranks and selects this rank's projection by the rank in the
-    process-global group, or in newer versions in the attention's own group. After this call it uses the group
-    that `bind_tensor_group` provides.
+    With fewer heads than ranks, Megatron gathers the projections of all ranks, and each rank selects its own
+    projection. Some versions of Megatron do this in the process-global group. After this call Megatron uses
+    the group that `bind_tensor_group` sets.
     """
     module: Any = megatron_attention
     module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections
@@ -893,12 +894,12 @@ def _scale_query(
 def prepare_local_rotation(
     layers: Iterable[Any], local_layers: tuple[int, ...], local_size: int, local_factor: float
 ) -> None:
-    """Register hooks that select each layer's rotary angles, local or full, from the joined angles.
+    """Register hooks that select each layer's rotary angles: of local attention, or of full attention.
 
-    `join_frequencies` joins the frequencies; ``local_size`` of them are local. ``local_layers`` are the
-    numbers of the layers with local angles, counted from 0 over the whole model. These layers multiply cos
-    and sin by ``local_factor``, other layers by the factor in the config. Source: Gemma Team, arXiv
-    2503.19786.
+    Each layer receives both, since `join_frequencies` has joined their frequencies; the first ``local_size``
+    frequencies are local. ``local_layers`` are the indices of the layers with local angles, counted from 0
+    over the whole model. These layers multiply cos and sin by ``local_factor``, other layers by the factor in
+    the config. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -1000,7 +1001,10 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
 
 
 def fit_latent_spec(layer: Any, group: Any) -> None:
-    """Make a layer's spec build `LatentSelfAttention` in the tensor-parallel ``group``."""
+    """Change a layer's spec so that its attention is a `LatentSelfAttention`.
+
+    The query projection uses the tensor-parallel ``group``, see `_bind_projection`.
+    """
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention
     attention.submodules.linear_q_proj = _bind_projection(attention.submodules.linear_q_proj, group)
@@ -1009,7 +1013,8 @@ def fit_latent_spec(layer: Any, group: Any) -> None:
 def _bind_projection(linear: type, group: Any) -> type:
     """Return a subclass of a projection whose default tensor-parallel group is ``group``.
 
-    For an uncompressed query Megatron passes no group, and would use the process-global group.
+    Megatron passes no group to the projection of an uncompressed query. Without this subclass the projection
+    would use the process-global group.
     """
 
     def __init__(
@@ -1026,9 +1031,9 @@ def _bind_projection(linear: type, group: Any) -> type:
 def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
     """Adapt layers with latent attention to packed rows.
 
-    Rotary angles are computed from ``inverse_frequencies``, except in a user's own attention. In all layers,
-    hooks make the projections to latents return complete latents on every tensor-parallel rank. The gradients
-    of these projections are summed over the ranks, and counted once in the gradient norm.
+    The layers compute rotary angles from ``inverse_frequencies``; a user's own attention keeps its angles.
+    Hooks make the down projections return complete latents on every tensor-parallel rank. In the backward
+    pass the gradients of all ranks are summed. The gradient norm counts each down projection once.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -1066,9 +1071,8 @@ def _gather_latent(
 ) -> tuple[Tensor, Any]:
     """Gather a down projection's output [.., latent size + key size] over ranks (forward hook).
 
-    Megatron skips its own gather if the output is already complete. Its gather uses the process-global group.
-    In the backward pass, the key would receive only the gradient of this rank's heads, although the heads of
-    all ranks read the key.
+    After this hook the output is complete, so Megatron skips its own gather, which would use the
+    process-global group.
     """
     projected, bias = output
 
@@ -1078,7 +1082,8 @@ def _gather_latent(
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
 
-    # Sum the key's gradient over ranks. Under sequence parallelism the gather of the tokens does this.
+    # The heads of all ranks read the key, but each rank computes only the gradient of its own heads: sum the
+    # gradients in the backward pass. Under sequence parallelism the gather of the tokens already sums them.
     if key_size and not sequence_parallel:
         compressed, key = projected.split((latent_size, key_size), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)

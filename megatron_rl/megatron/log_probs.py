@@ -102,14 +102,14 @@ class Support(NamedTuple):
 class TopTokens(NamedTuple):
     """Request for the most likely tokens of each distribution.
 
-    Example: ``TopTokens(tokens=64, vocabulary=151_643)``.
+    Example: ``TopTokens(num_tokens=64, vocabulary_size=151_643)``.
     """
 
-    tokens: int
+    num_tokens: int
     """Number of most likely tokens to return for each distribution."""
-    vocabulary: int
-    """Number of tokens that may be selected: ids from this number on are never among the most likely tokens,
-    even if the model has logits for them."""
+    vocabulary_size: int
+    """Number of tokens in the vocabulary: ids from this number on are never returned, even if the model has
+    logits for them."""
 
 
 class BucketGradients(NamedTuple):
@@ -334,10 +334,11 @@ def _choose_tile_size(
 ) -> tuple[int, int]:
     """Choose the numbers of tokens and weight rows in a tile of about ``chunk_tokens`` * V / tp logits.
 
-    In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
-    rows. Square tiles move the fewest bytes, and need no float32 sum for the whole weight.
+    In half precision, gradients are summed in separate float32 buffers: every tile of the backward pass reads
+    and writes the sums of its tokens and of its rows. Square tiles move the fewest bytes, and need no float32
+    buffer for the whole weight.
     """
-    # Gradients in float32 need no separate sums, and a frozen weight has no gradient: tiles have all rows.
+    # A float32 gradient needs no separate buffer, and a frozen weight has no gradient: tiles have all rows.
     if frozen or hidden.dtype.itemsize >= 4:
         return chunk_tokens, len(weight)
 
@@ -472,9 +473,12 @@ def tile_statistics(
 def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     """Compute the loss's gradient [n, rows] with respect to the logits of one tile.
 
-    With respect to a logit divided by the temperature, log p(target) has the gradient [target] - p, and the
-    entropy H the gradient -p (log p + H). With a ``cap``, ``logits`` are capped, and the gradient is with
-    respect to the uncapped logits. Overwrites the logits and allocates one more tensor of their size.
+    Let x_j be the logit of token j divided by the temperature, and p_j its probability. The log-prob of the
+    target has the gradient ``1[j == target] - p_j`` with respect to x_j. The entropy H has the gradient
+    ``-p_j (log p_j + H)``.
+
+    With a ``cap``, ``logits`` are capped, and the gradient is with respect to the uncapped logits. Overwrites
+    the logits and allocates one more tensor of their size.
     """
     # d(capped logit) / d(logit) = 1 - (capped / cap)^2; computed before the logits are overwritten.
     cap_slope = None
@@ -506,16 +510,16 @@ def _bucket_statistics(
 ) -> Tensor:
     """Compute a tile's statistics without the columns ``bucket_ids`` [n, k]; append their logits.
 
-    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. The columns are masked before
-    the sum, not subtracted afterwards. If the model is confident, all other tokens together may have less
-    probability than the rounding error of 1, and a difference of two sums would have no correct digit.
+    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits.
     """
-    bucket_logits, _, in_tile = _take_columns(logits, bucket_ids)
+    # Mask the columns before the sum, and do not subtract them afterwards. If the model is confident, all
+    # other tokens together may have less probability than the rounding error of 1.
+    bucket_logits, _, in_tile = _extract_columns(logits, bucket_ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
     return torch.cat((reductions.statistics(logits, targets, temperature), bucket_logits.t()))
 
 
-def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _extract_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of the columns ``ids`` [n, k] and mask these columns in place.
 
     Also returns ``ids`` clamped to the tile's columns, and whether each id is in the tile.
@@ -543,9 +547,10 @@ def _bucket_gradient(
     # Read the logits of targets and buckets before they are masked or overwritten.
     target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
     target_logits = logits.gather(1, target_columns)
-    bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
+    bucket_logits, columns, in_tile = _extract_columns(logits, buckets.ids)
 
-    # Every output subtracts the log normaliser, which adds -p times the output's gradient at all tokens.
+    # Every log-prob subtracts the log normaliser, whose derivative with respect to logit j is p_j. A log-prob
+    # with the gradient g therefore adds -g p_j at every token j.
     token_gradients = buckets.gradients[:, :-1]
     last_bucket_gradient = buckets.gradients[:, -1]
     total_gradient = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
@@ -642,8 +647,9 @@ def measure_kernel_errors(
     Returns the largest absolute error of any normaliser, log-prob or entropy, and the relative error of the
     output weight's gradient for each class of tokens: ``certain`` (p > 0.99), ``rare`` (p < 0.01), ``other``.
     """
-    # 690 of 700 rows are tokens, so the last block of the kernels is not full. Hidden states contain their
-    # target's row with growing factors, so that probabilities range from rare to certain.
+    # The weight has a row per token and 10 rows of padding, so the last block of the kernels is not full.
+    # A growing multiple of the target's row is added to 100 hidden states, so that the probabilities of the
+    # targets range from rare to certain.
     reductions = reductions or triton_reductions()
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, _SELF_TEST_ROWS, (_SELF_TEST_TOKENS,), generator=generator)
@@ -785,30 +791,30 @@ def _merge_statistics(stats: Tensor) -> Tensor:
     `tile_statistics` defines the four statistics. The logits of k more tokens may follow them: then the input
     is [shards, 4 + k, n] and the result [4 + k, n].
     """
-    peak, total, weighted_total = stats[:, :3].unbind(dim=1)
+    shard_peaks, shard_totals, shard_weighted_totals = stats[:, :3].unbind(dim=1)
 
     # Rescale each shard's sums from the shard's largest logit to the largest logit of all, then add the sums.
-    top = peak.amax(dim=0)
-    scale = (peak - top).exp()
-    weighted_total = ((weighted_total + (peak - top) * total) * scale).sum(dim=0)
-    total = (total * scale).sum(dim=0)
+    peak = shard_peaks.amax(dim=0)
+    scales = (shard_peaks - peak).exp()
+    weighted_total = ((shard_weighted_totals + (shard_peaks - peak) * shard_totals) * scales).sum(dim=0)
+    total = (shard_totals * scales).sum(dim=0)
 
     # The remaining statistics are the logits of single tokens: the target and the k tokens. Each token is in
     # one shard, and all other shards have `_MASKED` as its logit: the maximum is the token's logit.
     token_logits = stats[:, 3:].amax(dim=0)
-    return torch.cat((torch.stack((top, total, weighted_total)), token_logits))
+    return torch.cat((torch.stack((peak, total, weighted_total)), token_logits))
 
 
 def _compute_outputs(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log normaliser, log-prob of the target and entropy, each [n], from all shards' statistics.
 
-    With x = logit - top and Z = sum exp(x), the entropy is log Z - sum exp(x) x / Z.
+    With x = logit - peak and Z = sum exp(x), the entropy is log Z - sum exp(x) x / Z.
     """
-    top, total, weighted_total, target = _merge_statistics(stats)
+    peak, total, weighted_total, target_logit = _merge_statistics(stats)
     log_sum = total.log()
-    log_probs = target - top - log_sum
+    log_probs = target_logit - peak - log_sum
     entropy = log_sum - weighted_total / total
-    return top + log_sum, log_probs, entropy
+    return peak + log_sum, log_probs, entropy
 
 
 def _compute_bucket_outputs(
@@ -821,6 +827,7 @@ def _compute_bucket_outputs(
     ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
     ``bucket_ids`` [n, k]. The last bucket contains all other tokens.
     """
+    # The first four statistics are of all tokens except the k tokens.
     merged_stats = _merge_statistics(stats)
     other_stats = merged_stats[:4]
     bucket_logits = merged_stats[4:].t()
@@ -832,25 +839,28 @@ def _compute_bucket_outputs(
     bucket_stats = tile_statistics(bucket_logits.clone(), target_bucket, unit_temperature)
     log_normaliser, log_probs, entropy = _compute_outputs(torch.stack((other_stats, bucket_stats)))
 
-    log_others = other_stats[0] + other_stats[1].log()
-    log_masses = torch.cat((bucket_logits, log_others[:, None]), dim=1)
-    return log_normaliser, log_probs, entropy, log_masses - log_normaliser[:, None]
+    # The unnormalised log-prob of the last bucket is the log of the sum of exp(logit) over its tokens.
+    last_bucket = other_stats[0] + other_stats[1].log()
+    unnormalised_log_probs = torch.cat((bucket_logits, last_bucket[:, None]), dim=1)
+    bucket_log_probs = unnormalised_log_probs - log_normaliser[:, None]
+    return log_normaliser, log_probs, entropy, bucket_log_probs
 
 
 def vocab_parallel_top_tokens(
     hidden: Tensor,
     weight: Tensor,
     shard: VocabularyShard,
-    top: TopTokens,
+    request: TopTokens,
     chunk_tokens: int = 1024,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
-    """Return the ids of the most likely tokens of each distribution, [n, top.tokens], most likely first.
+    """Return the ids of the k most likely tokens of each distribution, [n, k], most likely first.
 
-    The other arguments are as in `vocab_parallel_log_probs`. Collective over the tensor-parallel group.
+    ``request`` has the number k. The other arguments are as in `vocab_parallel_log_probs`. Collective over
+    the tensor-parallel group.
     """
-    local_count = min(top.tokens, len(weight))
+    local_count = min(request.num_tokens, len(weight))
     top_logits = hidden.new_empty(
         (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
     )
@@ -858,14 +868,14 @@ def vocab_parallel_top_tokens(
     for begin in range(0, len(hidden), chunk_tokens):
         span = slice(begin, begin + chunk_tokens)
         logits = _compute_logits(hidden[span], weight, shard, support, span, rules)
-        logits[:, max(top.vocabulary - shard.start, 0) :] = _MASKED
+        logits[:, max(request.vocabulary_size - shard.start, 0) :] = _MASKED
         top_logits[span], columns = logits.topk(local_count, dim=1)
         ids[span] = columns + shard.start
 
     # The most likely tokens of the vocabulary are among the most likely tokens of the shards.
     top_logits = torch.cat(tuple(_gather_shards(top_logits, shard.group)), dim=1)
     ids = torch.cat(tuple(_gather_shards(ids, shard.group)), dim=1)
-    return ids.gather(1, top_logits.topk(top.tokens, dim=1).indices)
+    return ids.gather(1, top_logits.topk(request.num_tokens, dim=1).indices)
 
 
 def vocab_parallel_log_probs(

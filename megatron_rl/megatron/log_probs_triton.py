@@ -49,13 +49,13 @@ def _statistics_kernel(
         scaled_logits = tl.load(token_logits + row, mask=row < num_rows, other=MASKED) / divisor
         new_peak = tl.maximum(peak, tl.max(scaled_logits, axis=0))
         shifted = scaled_logits - new_peak
-        exponents = tl.where(row < num_rows, tl.exp(shifted), 0.0)
+        exponentials = tl.where(row < num_rows, tl.exp(shifted), 0.0)
 
         # Rescale the sums to the new peak, then add this block. The peak is -inf before the first block.
         scale = tl.exp(peak - new_peak)
         weighted_sum = tl.where(exp_sum > 0, (weighted_sum + (peak - new_peak) * exp_sum) * scale, 0.0)
-        weighted_sum += tl.sum(exponents * shifted, axis=0)
-        exp_sum = exp_sum * scale + tl.sum(exponents, axis=0)
+        weighted_sum += tl.sum(exponentials * shifted, axis=0)
+        exp_sum = exp_sum * scale + tl.sum(exponentials, axis=0)
         peak = new_peak
 
     in_tile = (target >= 0) & (target < num_rows)

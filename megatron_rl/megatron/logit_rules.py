@@ -1,11 +1,11 @@
 """Rules that changed the logits before sampling, applied to tiles of the trainer's logits.
 
-A rule depends only on the row and on the position in the row, and the selected tokens of a row are
-contiguous. A micro-batch therefore has one `RowRules` per row, and the rules change a tile of logits row by
-row, in place.
+The selected tokens of a micro-batch are the tokens whose log-probs are computed. The selected tokens of one
+row (sequence) are consecutive, and the rules of a row depend only on the position in the row. A micro-batch
+therefore has one `RowRules` per row. The rules change the logits of the selected tokens row by row, in place.
 
-The definitions and their order are vLLM's. A bias is added to the logits, and `BANNED` to the logits of
-banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
+The definitions and their order are vLLM's. A bias is added to the logits, and `BANNED` is added to the logits
+of banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
 multiplies their negative logits. Frequency and presence penalties are subtracted from the logits of earlier
 tokens of the response. Temperature and filters are applied after these rules.
 
@@ -267,7 +267,7 @@ def token_temperatures(
     for row_temperatures, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
         if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
             continue
-        # Index of each token in its turn, counted from the last start at or before the token.
+        # Position of each token in its turn, counted from the first token of the turn.
         starts = torch.tensor(rule.turn_starts)
         index = torch.arange(len(row_temperatures))
         turn = torch.searchsorted(starts, index, right=True) - 1

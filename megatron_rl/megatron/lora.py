@@ -6,7 +6,7 @@ columns (RowParallelLinear: linear_proj, linear_fc2), A is sharded by columns an
 exchange only A x, which has ``rank`` features per token.
 
 A and B are imported, exported, sharded and checkpointed by the rules of the layer's own weight: A has the
-weight's columns, B the weight's rows. Each routed expert has its own A and B.
+weight's columns, and B has the weight's rows. Each routed expert has its own A and B.
 """
 
 from __future__ import annotations
@@ -111,22 +111,22 @@ class Adapter(nn.Module):
         self.by_columns = by_columns
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size() > 1
-        shard, replicated = self._sharded_and_replicated_factors()
-        set_tensor_model_parallel_attributes(shard, True, int(by_columns), 1)
+        sharded, replicated = self._sharded_and_replicated_factors()
+        set_tensor_model_parallel_attributes(sharded, True, int(by_columns), 1)
         setattr(replicated, "sequence_parallel", self.sequence_parallel)
 
     def set_expert_sharding(self, by_columns: bool, group: Any) -> None:
         """Set how an expert's layer is sharded over the expert's group, and Megatron's attributes of A and B.
 
-        Tensor-parallel ranks may have different experts, so the gradient norm must count parameters on every
-        rank (``tensor_model_parallel``). The replicated factor is counted only on the first rank of the
-        expert's group: on the other ranks it is ``shared``.
+        Tensor-parallel ranks may have different experts, so the attribute ``tensor_model_parallel`` makes the
+        gradient norm count A and B on every rank. One factor is replicated over the expert's group: the
+        attribute ``shared`` makes the gradient norm skip it on all ranks of the group except the first.
         """
         self.by_columns = by_columns
         self.group = group
         self.is_expert = True
-        shard, replicated = self._sharded_and_replicated_factors()
-        for factor in (shard, replicated):
+        sharded, replicated = self._sharded_and_replicated_factors()
+        for factor in (sharded, replicated):
             set_tensor_model_parallel_attributes(factor, True, int(by_columns), 1)
         setattr(replicated, "shared", group.rank() > 0)
 
@@ -163,7 +163,7 @@ class Adapter(nn.Module):
 
     def _apply_dropout(self, hidden: Tensor) -> Tensor:
         """Apply dropout to the adapter's input, or to this rank's shard of it."""
-        # Ranks with different tokens or features need different random numbers, ranks with the same inputs
+        # Ranks with different tokens or features need different random numbers. Ranks with the same input
         # need equal random numbers.
         is_unsharded_expert = self.is_expert and self.group.size() == 1
         if self.by_columns or self.sequence_parallel or is_unsharded_expert:
@@ -189,7 +189,8 @@ class Adapter(nn.Module):
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low_rank, group=self.group)
 
-        # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
+        # Every rank already has A x. In the backward pass each rank computes the gradient of A x for its own
+        # rows of B, and the gradients are summed over the ranks.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
     def _expand_by_projection(self, factor_b: Tensor) -> Tensor:
@@ -250,7 +251,7 @@ def add_adapter_output(
     return layer_output + torch.cat(expert_outputs), bias
 
 
-_HEAD = "output_layer.weight"
+_HEAD_KEY = "output_layer.weight"
 """Checkpoint key of a scalar head's weight."""
 
 
@@ -281,8 +282,8 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has initial values by PEFT names. For a tensor that is absent from ``initial``, A is drawn as
-    torch initialises a linear layer and B is zero, so a new adapter's output is zero. New values depend only
+    ``initial`` has initial values by PEFT names. Tensors that it lacks get new values: A is drawn as torch
+    initialises a linear layer and B is zero, so the output of a new adapter is zero. New values depend only
     on ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
     head require gradients. Call before the model is wrapped in DDP.
     """
@@ -425,14 +426,14 @@ def _draw_initial_values(
 
 
 def _iterate_target_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield (name over the whole model, linear layer) for each linear layer to adapt."""
+    """Yield (Megatron's name with the global layer index, linear layer) for each linear layer to adapt."""
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
-            for path, block, linear_names in _iterate_adaptable_modules(layer):
+            for path, module, linear_names in _iterate_adaptable_modules(layer):
                 for name in targets:
                     if name not in linear_names:
                         continue
-                    linear = getattr(block, name, None)
+                    linear = getattr(module, name, None)
                     if linear is None:
                         raise _missing_layer_error(f"{path}.{name}", name, targets)
                     storage = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
@@ -673,7 +674,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 @contextmanager
 def use_initial_policy(model: ChunkedModel) -> Iterator[None]:
-    """Compute with the initial policy inside the block: the base with the adapters before training."""
+    """Use the adapters' initial values inside the block: the model is then the initial policy."""
     for _, adapter in _iterate_adapters(model):
         adapter.state = "initial"
     try:
@@ -696,7 +697,7 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     head = _find_scalar_head(model, chunk)
     if head is not None:
         head_replica = (0, groups.coordinates.tensor, groups.data_context.rank())
-        tensors[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=head_replica)
+        tensors[_HEAD_KEY] = ShardedTensor.from_rank_offsets(_HEAD_KEY, head, replica_id=head_replica)
 
     for adapter_name, adapter in _iterate_adapters(model):
         if not adapter_name.startswith(f"{chunk_index}."):
@@ -760,7 +761,7 @@ def load_adapters(
     chunk_index = model.chunks.index(chunk)
     head = _find_scalar_head(model, chunk)
     if head is not None:
-        head.copy_(tensors[_HEAD])
+        head.copy_(tensors[_HEAD_KEY])
     for storage, parameter in adapter_parameters(model).items():
         if storage.startswith(f"{chunk_index}."):
             parameter.copy_(tensors[global_name(model, storage)])

@@ -119,20 +119,20 @@ class ParallelModel:
     """Whether layers besides attention need rows gathered by length."""
 
     def __post_init__(self) -> None:
-        row_cores: list[RowAttention] = []
-        foreign_cores: list[Any] = []
+        row_attentions: list[RowAttention] = []
+        other_attentions: list[Any] = []
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
                 if not name.endswith(".core_attention"):
                     continue
                 if isinstance(module, RowAttention):
-                    row_cores.append(module)
+                    row_attentions.append(module)
                 else:
-                    foreign_cores.append(module)
+                    other_attentions.append(module)
 
         # Plain layers without a `RowAttention` receive rows gathered by length, which work for any attention.
-        self.uses_varlen_kernel = all(core.uses_varlen_kernel for core in row_cores)
-        if not self.uses_transformer_engine and (foreign_cores or not row_cores):
+        self.uses_varlen_kernel = all(attention.uses_varlen_kernel for attention in row_attentions)
+        if not self.uses_transformer_engine and (other_attentions or not row_attentions):
             self.uses_varlen_kernel = False
 
         # Some mixers need rows gathered by length, even if the attention layers read boundaries.
@@ -140,13 +140,13 @@ class ParallelModel:
         self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
 
         # Only `RowAttention` exchanges tokens between context-parallel ranks.
-        self.accepts_packed_rows = not (self.uses_transformer_engine and foreign_cores)
+        self.accepts_packed_rows = not (self.uses_transformer_engine and other_attentions)
         if not self.accepts_packed_rows and self.groups.layout.context > 1:
             raise UserError(
                 "the model provider's own attention needs complete rows, which context parallelism cuts",
                 where="layout.context",
                 expected="1, or Megatron's TEDotProductAttention",
-                got=f"context {self.groups.layout.context}, and {type(foreign_cores[0]).__name__}",
+                got=f"context {self.groups.layout.context}, and {type(other_attentions[0]).__name__}",
                 fix="set layout.context=1, or build the layers with TEDotProductAttention",
             )
 

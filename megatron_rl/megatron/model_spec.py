@@ -111,7 +111,7 @@ class ModelSpec:
 
     @property
     def shares_heads(self) -> bool:
-        """Return whether tensor-parallel ranks share key-value heads, because they outnumber the heads."""
+        """Return whether tensor-parallel ranks share key-value heads: there are fewer heads than ranks."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 

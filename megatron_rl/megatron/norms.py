@@ -78,11 +78,11 @@ def replace_query_key_norms(layers: Iterable[Any]) -> None:
 
 
 def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
-    """Add a norm after each output projection of a GPTModel chunk of Megatron's plain layers.
+    """Add a norm after attention and a norm after the MLP to each layer of a GPTModel chunk.
 
-    The norm becomes the attribute ``post_layernorm`` of the projection. Without ``pre_norms`` the norms
-    before attention and MLP are removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656,
-    section 3.1.
+    The layers must be Megatron's plain layers. A norm becomes the attribute ``post_layernorm`` of the output
+    projection. Without ``pre_norms`` the norms before attention and MLP are removed. Sources: Gemma Team,
+    arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
     """
     config = chunk.config
     for layer in chunk.decoder.layers:
@@ -93,7 +93,8 @@ def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
         if not pre_norms:
             layer.input_layernorm = IdentityOp()
             layer.pre_mlp_layernorm = IdentityOp()
-            # Recomputation frees a norm's output. Without a norm that would be the residual stream.
+            # Recomputation frees the output of these modules. IdentityOp returns its input, the residual
+            # stream, which is still needed.
             layer.recompute_input_layernorm = False
             layer.recompute_pre_mlp_layernorm = False
 

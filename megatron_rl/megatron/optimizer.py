@@ -63,9 +63,9 @@ def wrap_in_ddp(
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
                 # Megatron-Core 0.16.1 sets this attribute of experts only under expert parallelism. Without
-                # it, experts are reduced like dense weights: over data-parallel ranks, but not over
-                # tensor-parallel ranks, which route different tokens to complete experts if expert_tensor
-                # is 1.
+                # it, gradients are reduced only over data-parallel ranks, as for dense weights. With
+                # expert_tensor = 1, each tensor-parallel rank has complete experts and routes different
+                # tokens to them: gradients must be reduced over these ranks, too.
                 setattr(parameter, "allreduce", False)
 
     with model.scope():
@@ -139,7 +139,7 @@ class Optimizer:
             self.megatron.chained_optimizers = self.sub_optimizers
         for optimizer in self.sub_optimizers:
             if optimizer.init_state_fn is None:
-                # SGD has no state, but Megatron calls the function when a checkpoint is loaded.
+                # SGD has no state, but Megatron calls ``init_state_fn`` when a checkpoint is loaded.
                 optimizer.init_state_fn = _no_initial_state
 
         # The schedule counts optimizer steps; the schedules of Megatron-LM's scripts count samples.
@@ -282,7 +282,8 @@ class HostOptimizer(HybridDeviceOptimizer):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         for group in self.param_groups:
-            # Checkpoints contain the groups, and must be readable without the packages of these classes.
+            # Checkpoints contain the parameter groups. Without these classes they can be read in an
+            # environment that lacks the classes' packages.
             group.pop("cpu_optimizer_cls", None)
             group.pop("gpu_optimizer_cls", None)
 
@@ -292,7 +293,7 @@ class HostOptimizer(HybridDeviceOptimizer):
         The copies are in host memory.
         """
         if device.is_simulated():
-            # A simulation does not count the host's memory.
+            # A simulated rank measures only device memory, so it needs no copies on the host.
             return [], [], {}, {}, {}
 
         copies: dict[Any, Tensor] = {}

@@ -191,9 +191,10 @@ def pack_into_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
     """Compute a lower bound on the number of bins (Martello & Toth 1990, bound L2).
 
-    The bound is the maximum over sizes k of at most half a bin. For each k, large items (over ``budget - k``)
-    need one bin each, and leave no room for items of k or more. Medium items (over half a bin) need one bin
-    each, too. Small items (from k to half a bin) need further bins if they do not fit into these bins.
+    The bound is the largest of several bounds, one for each size k of at most half a bin. Large items (over
+    ``budget - k``) need one bin each, and leave no room for items of k or more. Medium items (over half a
+    bin) need one bin each, too. Small items (from k to half a bin) need further bins if they do not fit
+    beside the medium items.
     """
     # The simplest bound is the sum of all sizes divided by the budget.
     sizes = sorted(min(length, budget) for length in lengths)

@@ -237,8 +237,8 @@ def import_parameters(
     expert_shard = _ParameterShard(shard.expert_tensor, shard.expert_tensor_size)
     experts_per_rank = shape.experts // shard.expert_size
 
-    # List the weights of any stage: an output layer that is tied to the embedding is a parameter if the
-    # embedding is on another stage.
+    # List the weights outside the layers for both kinds of stages: a stage without the embedding has a tied
+    # output layer as a separate parameter.
     outer_table: list[Weight] = []
     for is_first_stage in (True, False):
         outer_table += outer_weights(shape, is_first_stage, True)
@@ -266,7 +266,7 @@ def import_parameters(
             raise _unknown_parameter_error(name, layer_weights[layer])
         weight = layer_weights[layer][weight_name]
 
-        # Parameter names number the experts of this rank, checkpoint names all experts of the model.
+        # Parameter names have an expert's index on this rank, checkpoint names its index in the whole model.
         expert = 0
         expert_match = EXPERT.search(name_in_layer)
         if expert_match is not None:

@@ -1,9 +1,9 @@
 """Guard of a role's passes over micro-batches: measure memory, and repeat a pass that runs out of memory.
 
 The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another rank
-fails. In layouts whose ranks exchange nothing until gradients are reduced, all ranks exchange whether they
-failed between the last micro-batch and the reduction. In all other layouts the failed rank raises an error,
-which ends the job.
+fails. In some layouts, ranks exchange nothing until gradients are reduced. Before the reduction, the ranks
+then exchange whether any of them failed. In all other layouts the failed rank raises an error, which ends the
+job.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_rl.metrics import Metrics
 
 _LISTED_TENSORS = 5
 """Number of tensors that the report of a `Shortage` lists, the largest first."""
-_MODEL_SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-"""Fields of `ParallelLayout`: sizes of groups whose ranks exchange activations or tokens inside a pass."""
+_GROUP_FIELDS = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+"""Fields of `ParallelLayout` with the sizes of groups whose ranks exchange tensors inside a pass."""
 
 SPLIT_PASSES = "memory/split_passes"
 """Metric: passes of a step that were repeated in smaller micro-batches."""
@@ -72,7 +72,7 @@ class OutOfMemory(RuntimeError):
 
 
 class _OtherRankFailed(RuntimeError):
-    """Exception that ends a pass on a rank where it succeeded, because it failed on another rank."""
+    """Exception that ends a successful pass on this rank because the pass failed on another rank."""
 
 
 class PassGuard:
@@ -94,9 +94,9 @@ class PassGuard:
         self._reading: device.MemoryReading | None = None
         self._repeat_obstacle: str | None = None
         self._shortage: Shortage | None = None
-        self._voted = False
+        self._has_exchanged_status = False
         # [1 if any rank has failed, tokens of the largest micro-batch of all ranks].
-        self._vote = torch.zeros(2, dtype=torch.int64)
+        self._status_of_ranks = torch.zeros(2, dtype=torch.int64)
 
     def run_pass(
         self,
@@ -108,10 +108,11 @@ class PassGuard:
     ) -> Result:
         """Return ``compute(budget)``, repeated once with smaller micro-batches if it runs out of memory.
 
-        ``budget`` is the largest number of tokens of a micro-batch, ``unit_tokens`` the largest number of
-        tokens of a unit of rows, which cannot be split. Both are equal on all ranks of the role. ``clear``
-        zeroes the gradients of a training pass. The result of a repeated pass equals the result of a first
-        pass with the smaller micro-batches. Raises OutOfMemory. Collective over the role's ranks.
+        ``budget`` is the largest number of tokens of a micro-batch. ``unit_tokens`` is the largest number of
+        tokens of a unit: of a single row, or of rows that must stay in one micro-batch. Both are equal on all
+        ranks of the role. ``clear`` zeroes the gradients of a training pass. The result of a repeated pass
+        equals the result of a first pass with the smaller micro-batches. Raises OutOfMemory. Collective over
+        the role's ranks.
         """
         self._repeat_obstacle = find_repeat_obstacle(self.model, is_training=clear is not None)
         if self._repeat_obstacle is not None:
@@ -123,10 +124,10 @@ class PassGuard:
         if not has_failed:
             return result
 
-        # The vote is equal on all ranks of the role: halve the largest micro-batch of all ranks. It has 0
-        # tokens if all ranks failed before their first micro-batch.
+        # Every rank halves the same number: the size of the largest micro-batch of all ranks. It is 0 if all
+        # ranks failed before their first micro-batch.
         microbatch_tokens = budget
-        largest_microbatch = int(self._vote[1])
+        largest_microbatch = int(self._status_of_ranks[1])
         if largest_microbatch:
             microbatch_tokens = min(budget, largest_microbatch)
         smaller_budget = max(unit_tokens, microbatch_tokens // 2)
@@ -150,7 +151,7 @@ class PassGuard:
         """Run ``compute(budget)``; return its result, and whether any rank ran out of memory."""
         self._budget = budget
         self._microbatch_tokens = 0
-        self._voted = False
+        self._has_exchanged_status = False
         self._shortage = None
         try:
             return compute(budget), False
@@ -159,7 +160,7 @@ class PassGuard:
                 self.role, device.rank(), budget, first_line(error), describe_largest_tensors(self.model)
             )
             reason = self._repeat_obstacle
-            if self._voted:
+            if self._has_exchanged_status:
                 reason = "it ended its micro-batches, and other ranks reduce gradients"
             # Raise without notifying the other ranks, which may be inside a collective.
             if reason is not None:
@@ -168,15 +169,15 @@ class PassGuard:
         except _OtherRankFailed:
             return None, True
 
-        # Vote outside of the handler, whose traceback keeps the tensors of the pass in memory.
-        self._exchange_votes(failed=True)
+        # Leave the handler first: its traceback keeps the tensors of the pass in memory.
+        self._exchange_status(failed=True)
         return None, True
 
     def begin_microbatches(self, microbatch_tokens: int) -> None:
         """Start to measure the memory of a pass with micro-batches of at most ``microbatch_tokens``."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
-            self._reading = device.read_memory(restart=True)
+            self._reading = device.read_memory(restart_peak=True)
 
     def end_microbatches(self) -> None:
         """Record the memory of a pass, and exchange with other ranks whether any of them ran out of memory.
@@ -188,9 +189,9 @@ class PassGuard:
         if self.measures:
             self._record_memory()
         if self._repeat_obstacle is None:
-            self._exchange_votes(failed=False)
-            self._voted = True
-            if self._vote[0]:
+            self._exchange_status(failed=False)
+            self._has_exchanged_status = True
+            if self._status_of_ranks[0]:
                 raise _OtherRankFailed
 
     def metrics(self) -> Metrics:
@@ -206,27 +207,27 @@ class PassGuard:
         if begin_reading is None or end_reading is None:
             return
 
-        # Skip short micro-batches: their constant costs would be divided by few tokens.
+        # Skip short micro-batches: the memory that does not depend on tokens would be divided by few tokens.
         if 2 * self._microbatch_tokens < self._budget:
             return
         added_bytes = max(0, end_reading.peak - begin_reading.allocated)
-        self._record_maximum(RESIDENT_BYTES, begin_reading.allocated + begin_reading.others)
+        self._record_maximum(RESIDENT_BYTES, begin_reading.allocated + begin_reading.other_bytes)
         self._record_maximum(BYTES_PER_TOKEN, added_bytes / self._microbatch_tokens)
 
     def _record_maximum(self, name: str, value: float) -> None:
         """Update the maximum of the metric ``name``, which `metrics` reports and resets."""
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
-    def _exchange_votes(self, *, failed: bool) -> None:
-        """Set ``_vote`` to whether any rank failed, and to the largest micro-batch of all ranks, in tokens.
+    def _exchange_status(self, *, failed: bool) -> None:
+        """Exchange whether this rank ``failed`` and the size of its micro-batches; set ``_status_of_ranks``.
 
         The exchange is on the host, so that no rank waits for its device. Collective over the role's ranks.
         """
-        self._vote = torch.tensor(
+        self._status_of_ranks = torch.tensor(
             [int(failed), self._microbatch_tokens], dtype=torch.int64, device=device.host()
         )
         if len(self.model.groups.layout.ranks) > 1:
-            max_over_ranks(self._vote, self.model.groups.all)
+            max_over_ranks(self._status_of_ranks, self.model.groups.all)
 
     def _discard_pass(self, clear: Callable[[], None] | None) -> None:
         """Free the tensors of a failed pass, and reset the state of the model that the pass changed.
@@ -276,7 +277,7 @@ def find_repeat_obstacle(model: ParallelModel, *, is_training: bool) -> str | No
         return "a simulation has no memory"
 
     layout = model.groups.layout
-    group_sizes = [f"{name} {getattr(layout, name)}" for name in _MODEL_SIZES if getattr(layout, name) > 1]
+    group_sizes = [f"{name} {getattr(layout, name)}" for name in _GROUP_FIELDS if getattr(layout, name) > 1]
     if group_sizes:
         return f"its ranks exchange tensors inside a pass ({', '.join(group_sizes)})"
 
@@ -309,7 +310,7 @@ def describe_largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
         # libraries would import or compute something.
         if not issubclass(type(python_object), Tensor):
             continue
-        # Tensors without a storage raise.
+        # `untyped_storage` raises for tensors without a storage.
         with contextlib.suppress(RuntimeError):
             storage = python_object.untyped_storage()
             if python_object.device.type == device_type and storage.nbytes():

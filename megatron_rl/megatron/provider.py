@@ -311,7 +311,8 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
         if group is not None:
             values[name] = dist.get_process_group_ranks(group)
 
-    # Set this group only without context parallelism, where it equals the group with context ranks.
+    # No group of tensor and data ranks without context ranks exists here. With a single context rank it would
+    # equal the group with context ranks.
     values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
     if groups.layout.context == 1:
         values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context

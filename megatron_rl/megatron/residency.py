@@ -20,14 +20,14 @@ from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.metrics import Metrics
 
 
-class Use(IntEnum):
+class ResidencyLevel(IntEnum):
     """Tensors of a model that a phase needs on the device. Each level includes the lower levels."""
 
-    READ = 1
+    READ_WEIGHTS = 1
     """Weights, which the phase does not write: forward passes, export, weight sync."""
-    STATE = 2
+    WEIGHTS_AND_OPTIMIZER = 2
     """Weights and optimizer states, read or written: checkpoints."""
-    LEARN = 3
+    TRAINING = 3
     """Weights, optimizer states and gradient buffers, which are zero at the start of a mini-batch."""
 
 
@@ -53,32 +53,32 @@ class Residency:
         """Whether any tensor of the model may be in host memory."""
         self.optimizer: Optimizer | None = None
 
-        self._uses: list[Use] = []
-        """Uses of the open `resident` blocks."""
+        self._open_levels: list[ResidencyLevel] = []
+        """Levels of the open `resident` blocks."""
         self._seconds = 0.0
         self._bytes = 0
 
         # The storages that each level adds to the lower levels. Gradients are zero between mini-batches, so
         # they need no copies.
-        self._levels = {
-            Use.READ: _OffloadedStorages(self._weight_storages),
-            Use.STATE: _OffloadedStorages(self._state_storages),
-            Use.LEARN: _OffloadedStorages(self._gradient_storages, copies=False),
+        self._storages_by_level = {
+            ResidencyLevel.READ_WEIGHTS: _OffloadedStorages(self._weight_storages),
+            ResidencyLevel.WEIGHTS_AND_OPTIMIZER: _OffloadedStorages(self._state_storages),
+            ResidencyLevel.TRAINING: _OffloadedStorages(self._gradient_storages, copies=False),
         }
 
     @contextmanager
-    def resident(self, use: Use) -> Iterator[None]:
-        """Keep the tensors that ``use`` includes on the device inside the block. Blocks may nest."""
-        self._uses.append(use)
+    def resident(self, level: ResidencyLevel) -> Iterator[None]:
+        """Keep the tensors that ``level`` includes on the device inside the block. Blocks may nest."""
+        self._open_levels.append(level)
         self._move_storages()
         base: AbstractContextManager[None] = nullcontext()
         try:
             if self.base is not None:
-                base = self.base.resident(Use.READ)
+                base = self.base.resident(ResidencyLevel.READ_WEIGHTS)
             with base:
                 yield
         finally:
-            self._uses.pop()
+            self._open_levels.pop()
             self._move_storages()
 
     def offload_all(self) -> None:
@@ -86,32 +86,37 @@ class Residency:
         self._move_storages()
 
     def _move_storages(self) -> None:
-        """Load the storages that the open blocks use, and offload the others."""
+        """Load the storages of the open blocks' levels, and offload all other storages."""
         if not self.offload:
             return
 
         start_time = time.perf_counter()
         bytes_before = self._bytes
-        use = max(self._uses, default=0)
-        required_levels = [storages for level, storages in self._levels.items() if level <= use]
-        unused_levels = [storages for level, storages in self._levels.items() if level > use]
+        highest_level = max(self._open_levels, default=0)
+        required = []
+        unused = []
+        for level, storages in self._storages_by_level.items():
+            if level <= highest_level:
+                required.append(storages)
+            else:
+                unused.append(storages)
 
-        # Start all copies to the host. In a block of STATE or LEARN, weights and states may be written, which
-        # makes their copies on the host stale.
-        self._bytes += sum(storages.copy_to_host() for storages in unused_levels)
-        if use > Use.READ:
-            self._levels[Use.READ].stale = True
-            self._levels[Use.STATE].stale = True
+        # Start all copies to the host. On a level above READ_WEIGHTS the phase may write weights and states,
+        # which makes their copies on the host stale.
+        self._bytes += sum(storages.copy_to_host() for storages in unused)
+        if highest_level > ResidencyLevel.READ_WEIGHTS:
+            self._storages_by_level[ResidencyLevel.READ_WEIGHTS].stale = True
+            self._storages_by_level[ResidencyLevel.WEIGHTS_AND_OPTIMIZER].stale = True
 
         # Copies are asynchronous: device memory may be freed only when they are complete.
         device.synchronize()
-        was_freed = [storages.free_device_memory() for storages in unused_levels]
+        was_freed = [storages.free_device_memory() for storages in unused]
         if any(was_freed):
             # Freed storages stay in the allocator's cache until they are returned to the driver.
             device.empty_cache()
 
         # Load the required storages, after their memory is free.
-        self._bytes += sum(storages.load_to_device() for storages in required_levels)
+        self._bytes += sum(storages.load_to_device() for storages in required)
         if self._bytes > bytes_before:
             device.synchronize()
         self._seconds += time.perf_counter() - start_time
@@ -152,9 +157,9 @@ class Residency:
 class _OffloadedStorages:
     """Storages that are offloaded and loaded together.
 
-    ``storages`` returns the storages on the device by address. Without ``copies`` their contents are dropped
-    on offloading, and are zero after loading. ``stale``: whether the contents may have changed since they
-    were copied to the host.
+    ``storages`` is a function that returns the storages on the device by address. With ``copies`` their
+    contents are copied to the host; without ``copies`` they are dropped, and are zero after loading.
+    ``stale``: whether the contents may have changed since they were copied to the host.
     """
 
     def __init__(

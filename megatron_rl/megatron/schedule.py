@@ -107,16 +107,18 @@ def build_microbatches(
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     if sampling was truncated; ``experts`` if routers replay recorded choices. ``output_mask`` [N] bool marks
     the tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from
-    the hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
+    the hidden state of the preceding token, as for log-probs. Otherwise it is computed from the hidden state
+    of the token itself.
 
-    ``rows_per_unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch.
+    ``rows_per_unit`` consecutive rows, such as the two responses of a preference pair, stay in one
+    micro-batch.
     With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for the loss.
     ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
     squared probabilities.
 
-    Returns the micro-batches and two metrics of this rank's shard: ``padding/fraction``, the fraction of
-    padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
-    rows to buckets.
+    Returns the micro-batches and two metrics of this rank's shard. ``padding/fraction`` is the fraction of
+    padding among the tokens of the micro-batches. ``padding/attention_fraction`` is the fraction of padding
+    among the tokens of the buckets of `PackedAttention`.
     """
     layout = model.groups.layout
     data_rank = model.groups.coordinates.data
@@ -197,7 +199,7 @@ def _map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if not is_dataclass(nested) and not isinstance(nested, RoutedTokens):
         return nested
 
-    # Not `replace`, which would run the constructors of Megatron's classes again.
+    # Copy without `dataclasses.replace`, which would run the constructors of Megatron's classes again.
     mapped = copy.copy(nested)
     attributes = vars(mapped)
     for name, attribute in vars(nested).items():
@@ -646,10 +648,10 @@ class PipelineExchange(P2PCommunicator):
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
 
-        # List the tokens of received tensors in the order of the schedule's (micro-batch, chunk) pairs. No
-        # stage sends the outputs of the last stage's last chunk, which the first stage would receive, or the
-        # gradients of the first stage's first chunk, which the last stage would receive. The backward pass
-        # numbers chunks in reverse, so both have the highest chunk number.
+        # List the number of tokens of each tensor that this stage receives, in the order of the schedule's
+        # (micro-batch, chunk) pairs. The model's final output is not sent on to the first stage, nor the
+        # gradient of the model's input to the last stage. Both belong to the highest chunk number, because
+        # the backward pass numbers chunks in reverse.
         table = get_schedule_table(
             len(microbatch_tokens), num_chunks, config.microbatch_group_size_per_vp_stage
         )

@@ -66,7 +66,7 @@ def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             )
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
-            # Other rules of `check` report this error.
+            # Return only Megatron's reasons: the command `check` reports this error itself.
             continue
 
         # Megatron's classes raise errors of any type for an unsupported value.

@@ -70,7 +70,7 @@ from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
-from megatron_rl.megatron.residency import Use
+from megatron_rl.megatron.residency import ResidencyLevel
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
@@ -144,7 +144,7 @@ class Roles:
         """
         with ExitStack() as stack:
             for role in self.trained_roles.values():
-                stack.enter_context(role.resident(Use.STATE))
+                stack.enter_context(role.resident(ResidencyLevel.WEIGHTS_AND_OPTIMIZER))
             yield
 
     def close(self) -> None:
@@ -592,7 +592,7 @@ def _build_hybrid_engine(
     """Build the weight sync from the actor to an engine in the job's processes, or to servers."""
     # A sync only reads the weights: gradients and optimizer states may stay in host memory.
     engine = rollout.engine
-    resident = partial(actor.resident, Use.READ)
+    resident = partial(actor.resident, ResidencyLevel.READ_WEIGHTS)
     if not config.rollout.capabilities.in_process:
         assert engine is None or isinstance(engine, ServerGenerator)
         return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, log)

@@ -17,7 +17,7 @@ from megatron_rl.megatron.lora import remove_adapters, use_initial_policy
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.passes import PassGuard
-from megatron_rl.megatron.residency import Residency, Use
+from megatron_rl.megatron.residency import Residency, ResidencyLevel
 from megatron_rl.megatron.schedule import (
     TokenOutputs,
     forward_backward,
@@ -115,11 +115,11 @@ class ModelRole:
         if self.shares_model_with is None:
             self.residency.optimizer = optimizer
 
-    def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
-        """Move the parts of the model that ``use`` needs to device memory for the duration of the block."""
+    def resident(self, level: ResidencyLevel = ResidencyLevel.TRAINING) -> AbstractContextManager[None]:
+        """Keep the tensors that ``level`` includes in device memory inside the block."""
         if not self.residency.moves:
             return nullcontext()
-        return self.residency.resident(use)
+        return self.residency.resident(level)
 
     def infer(self, batch: Any) -> RowShard:
         """Compute the model's outputs for the response tokens of this rank's rows; outputs are 0 elsewhere.
@@ -143,7 +143,7 @@ class ModelRole:
         # Add the columns of the most likely tokens and of the experts.
         columns = dict(shard.tokens)
         if self.top_tokens is not None:
-            columns |= self._make_top_columns(self.top_tokens.tokens, micro_outputs)
+            columns |= self._make_top_columns(self.top_tokens.num_tokens, micro_outputs)
         if self.routing_shape is not None:
             # On a rank without rows the column must have the same dtype and trailing shape as on other ranks.
             no_experts = torch.zeros((0, *self.routing_shape), dtype=torch.int16)
@@ -216,7 +216,7 @@ class ModelRole:
             adapter_scope = use_initial_policy(self.model)
             # Drop the recorded experts, which the adapted actor chose: the initial policy routes by itself.
             batch = replace(batch, experts=None)
-        with self.resident(Use.READ), adapter_scope:
+        with self.resident(ResidencyLevel.READ_WEIGHTS), adapter_scope:
             micro_outputs = forward_only(
                 self.model,
                 batch,
@@ -298,7 +298,7 @@ class ModelRole:
         if self.model is None:
             return Metrics()
 
-        with self.resident(Use.READ):
+        with self.resident(ResidencyLevel.READ_WEIGHTS):
             metrics = forward_loss(
                 self.model,
                 batch,

@@ -68,7 +68,7 @@ class ServedTeacher:
         self.top_tokens = top_tokens
         log_probs_per_token = 1
         if top_tokens is not None:
-            log_probs_per_token += top_tokens.tokens
+            log_probs_per_token += top_tokens.num_tokens
         self._server = Server(
             config,
             config.url.rstrip("/") + "/completions",
@@ -127,7 +127,7 @@ class ServedTeacher:
         """Return the JSON body of the request for the log-probs of one row's ``tokens``."""
         num_top_tokens = 0
         if self.top_tokens is not None:
-            num_top_tokens = self.top_tokens.tokens
+            num_top_tokens = self.top_tokens.num_tokens
         # The row is the prompt, whose log-probs are returned. vLLM must generate at least one token.
         return {
             "model": self.config.model,
@@ -156,7 +156,7 @@ class _RowColumns:
         self._top_tokens = top_tokens
         self.tensors = {"teacher_log_probs": torch.zeros(length)}
         if top_tokens is not None:
-            num_top_tokens = top_tokens.tokens
+            num_top_tokens = top_tokens.num_tokens
             self.tensors["teacher_top_ids"] = torch.zeros((length, num_top_tokens), dtype=torch.int32)
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, num_top_tokens + 1))
 

@@ -16,7 +16,7 @@ from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, tokens_toward_limit
 
 MAX_TASKS = 32
 """Maximum number of tasks in a step; with more tasks there are no metrics per task."""
@@ -77,7 +77,7 @@ class AutoLimits:
 
         ``rollouts.group`` [B] is the index of each response's prompt in ``prompts``.
         """
-        lengths = limited_counts(rollouts).tolist()
+        lengths = tokens_toward_limit(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
         profiles = prompts.profile_names
         rows = zip(

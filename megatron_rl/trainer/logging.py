@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import write_text
-from megatron_rl.metrics import is_measurable, number_text, read_metric_lines
+from megatron_rl.metrics import is_valid_metric, number_text, read_metric_lines
 from megatron_rl.trainer.trackers import Trackers
 
 MAX_STEP_RANGES = 8
@@ -172,7 +172,7 @@ class MetricsLog:
     ) -> None:
         """Write the metrics of ``step``; values that are not finite are stored as null."""
         stored_values = {
-            name: float(value) if is_measurable(value) else None for name, value in values.items()
+            name: float(value) if is_valid_metric(value) else None for name, value in values.items()
         }
         self._file.write(json.dumps({"step": step, **stored_values}, allow_nan=False) + "\n")
         self._file.flush()

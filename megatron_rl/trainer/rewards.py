@@ -39,7 +39,7 @@ from megatron_rl.types import (
     PromptBatch,
     Rollouts,
     Scores,
-    limited_counts,
+    tokens_toward_limit,
 )
 
 ROUND_CEILING = 4
@@ -176,7 +176,7 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     # ReMax: the reward of the greedy response is the baseline of all samples of its prompt.
     if sampled.greedy is not None:
         baseline = compute_row_rewards(roles, sampled.prompts, sampled.greedy, learners)
-        lengths = limited_counts(sampled.greedy)
+        lengths = tokens_toward_limit(sampled.greedy)
         scores = replace(
             scores,
             baseline_rewards=baseline.scores.rewards.repeat_interleave(samples_per_prompt),

@@ -41,7 +41,7 @@ from megatron_rl.distributed.exchange import (
 )
 from megatron_rl.errors import UserError, first_line
 from megatron_rl.hf.export import export_model
-from megatron_rl.megatron.residency import Use
+from megatron_rl.megatron.residency import ResidencyLevel
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
@@ -659,7 +659,7 @@ class Training:
 
         model = self.roles.actor.model
         if model is not None:
-            with self.phases("export"), self.roles.actor.resident(Use.READ):
+            with self.phases("export"), self.roles.actor.resident(ResidencyLevel.READ_WEIGHTS):
                 export_model(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:

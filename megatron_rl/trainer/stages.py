@@ -56,7 +56,7 @@ from megatron_rl.hf.peft import record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
-from megatron_rl.megatron.residency import Use
+from megatron_rl.megatron.residency import ResidencyLevel
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
@@ -265,7 +265,7 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
         if role.shares_model_with is not None:
             continue
 
-        with role.resident(Use.STATE):
+        with role.resident(ResidencyLevel.WEIGHTS_AND_OPTIMIZER):
             if role.model is not None:
                 load_weights(role.model, str(plan.model))
                 if role.model.adapters is not None:

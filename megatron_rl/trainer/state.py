@@ -31,7 +31,7 @@ from megatron_rl.config.token_budget import TokenBudget
 from megatron_rl.data.mixture import MixedPrompts, TrainingPrompts
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
-from megatron_rl.megatron.residency import Use
+from megatron_rl.megatron.residency import ResidencyLevel
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
@@ -361,7 +361,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
 
     # If the model came from a Megatron-LM checkpoint, continue its numbering of iterations.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
-    with actor.resident(Use.READ):
+    with actor.resident(ResidencyLevel.READ_WEIGHTS):
         save_megatron(
             settings.megatron,
             actor.model,

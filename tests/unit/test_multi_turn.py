@@ -31,9 +31,9 @@ from megatron_rl.types import (
     PromptBatch,
     Rollouts,
     SamplingParameters,
-    limited_counts,
     observation_token_counts,
     split_rows,
+    tokens_toward_limit,
     turn_starts,
 )
 from tests.sampling import copied, engine_of, make_prompts, round_of, started, take_in, unfinished
@@ -352,7 +352,7 @@ def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Environment
     assert (rollouts.lengths <= 5 + 12).all()
     # An observation that found no room counts, too: else such a conversation would seem short enough.
     assert rollouts.max_response_tokens is not None and rollouts.max_response_tokens.tolist() == [12] * 3
-    assert (limited_counts(rollouts) >= 12).all()
+    assert (tokens_toward_limit(rollouts) >= 12).all()
     groups = started(prompts(["go"], [9], most=150), 1, seed=2, version=3)
     turns = to_rollouts(sample(hosts, groups, None))
     assert turns.finish_reason.tolist() == [FINISH_LENGTH] and int(turn_starts(turns).sum()) == 6

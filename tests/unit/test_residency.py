@@ -20,7 +20,7 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights, share_base
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
-from megatron_rl.megatron.residency import Residency, Use
+from megatron_rl.megatron.residency import Residency, ResidencyLevel
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
@@ -81,23 +81,23 @@ def test_only_what_is_used_moves(learner: Residency) -> None:
     assert moved(learner) == pytest.approx(size + states, rel=0.01)
     assert on_device([*weights, *mains, *gradients(learner.model)]) == {False}
     for _ in range(2):
-        with learner.resident(Use.READ), learner.resident(Use.READ):
+        with learner.resident(ResidencyLevel.READ_WEIGHTS), learner.resident(ResidencyLevel.READ_WEIGHTS):
             assert moved(learner) == pytest.approx(size, rel=0.01)
             assert on_device(weights) == {True}
             assert on_device([*mains, *gradients(learner.model)]) == {False}
         assert on_device(weights) == {False} and moved(learner) == 0, "nobody had written them"
-    with learner.resident(Use.STATE):
+    with learner.resident(ResidencyLevel.WEIGHTS_AND_OPTIMIZER):
         assert moved(learner) == pytest.approx(size + states, rel=0.01)
         assert on_device(gradients(learner.model)) == {False}
     assert moved(learner) == pytest.approx(size + states, rel=0.01)
-    with learner.resident(Use.READ):
-        with learner.resident(Use.LEARN):
+    with learner.resident(ResidencyLevel.READ_WEIGHTS):
+        with learner.resident(ResidencyLevel.TRAINING):
             assert not any(buffer.any() for buffer in gradients(learner.model))
             gradients(learner.model)[0].fill_(1.0)
             weights[0].fill_(3.0)
         assert on_device(weights) == {True} and on_device([*mains, *gradients(learner.model)]) == {False}
     assert moved(learner) == pytest.approx(2 * (size + states), rel=0.01), "gradients never travel"
-    with learner.resident(Use.LEARN):
+    with learner.resident(ResidencyLevel.TRAINING):
         assert not any(buffer.any() for buffer in gradients(learner.model))
         assert bool((weights[0] == 3.0).all())
         for tensor, value in zip((*weights[1:], *mains), before[1:], strict=True):
@@ -108,10 +108,12 @@ def test_a_plan_stays_compiled_while_weights_come_and_go(learner: Residency, tmp
     assert learner.model is not None
     engine = TorchEngine.from_hf(tmp_path, dtype=torch.bfloat16)
     learner.offload_all()
-    hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
+    hybrid = HybridEngine(
+        learner.model, engine, resident=partial(learner.resident, ResidencyLevel.READ_WEIGHTS)
+    )
     with hybrid.generation_mode():
         first = hybrid._transfers[0]._execution
-    with learner.resident(Use.STATE), torch.no_grad():
+    with learner.resident(ResidencyLevel.WEIGHTS_AND_OPTIMIZER), torch.no_grad():
         for value in live_parameters(learner.model).values():
             value.mul_(2.0)
     hybrid.mark_updated()
@@ -184,7 +186,7 @@ def learned(role: ModelRole) -> dict[str, torch.Tensor]:
     answers = {"before": before, "after": role.infer(batch).tokens}
     told = {f"{when} {name}": value for when, answer in answers.items() for name, value in answer.items()}
     assert role.model is not None
-    with role.resident(Use.READ):
+    with role.resident(ResidencyLevel.READ_WEIGHTS):
         return told | {name: value.clone() for name, value in trainable(role.model).items()}
 
 
@@ -207,11 +209,11 @@ def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
     policy, values = live_parameters(actor.model), live_parameters(critic.model)
     base = policy.keys() - {"0.output_layer.weight"}
     assert on_device([*policy.values(), *values.values()]) == {False}
-    with critic.resident(Use.READ):
+    with critic.resident(ResidencyLevel.READ_WEIGHTS):
         assert on_device(list(values.values())) == {True}
         assert all(policy[name].data_ptr() == values[name].data_ptr() for name in base)
     moved(critic.residency)
-    with critic.resident(Use.READ):
+    with critic.resident(ResidencyLevel.READ_WEIGHTS):
         (chunk,) = critic.model.chunks
         own = sum(value.nbytes for value in (*trainable(critic.model).values(), *chunk.buffers()))
         assert moved(critic.residency) == pytest.approx(own, rel=0.05), "the base moves with the actor"
@@ -244,14 +246,16 @@ def test_adapters_reach_the_engine_from_host_memory(tmp_path: Path) -> None:
     engine = TorchEngine.from_hf(tmp_path, dtype=torch.bfloat16)
     learner.offload_all()
     assert moved(learner) == pytest.approx(size + states, rel=0.01)
-    hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
+    hybrid = HybridEngine(
+        learner.model, engine, resident=partial(learner.resident, ResidencyLevel.READ_WEIGHTS)
+    )
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     for _ in range(2):
         with hybrid.generation_mode() as synced:
             assert synced.values()
         assert on_device([*base.values(), *adapters.values()]) == {False}
         assert moved(learner) == pytest.approx(size, rel=0.01), "base and adapters were only read"
-        with learner.resident(Use.STATE), torch.no_grad():
+        with learner.resident(ResidencyLevel.WEIGHTS_AND_OPTIMIZER), torch.no_grad():
             written = engine.parameters()["model.layers.1.mlp.down_proj.weight"]
             assert torch.equal(written, policy_weights(learner.model)[f"0.{name}"])
             assert not torch.equal(written, base[f"0.{name}"])

@@ -25,7 +25,7 @@ class GatedDeltaNetBuilder(BlockBuilder[GatedDeltaNet]):
         if options.fused:
             from megatron.core.extensions import transformer_engine
 
-            # The projection includes the norm before the layer's attention.
+            # Transformer Engine fuses the layer's input norm into this projection.
             in_proj = transformer_engine.TELayerNormColumnParallelLinear
             out_proj = transformer_engine.TERowParallelLinear
 

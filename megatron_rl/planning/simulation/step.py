@@ -27,7 +27,7 @@ from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, groups_of_this_rank
 from megatron_rl.megatron.model_spec import describe_model
-from megatron_rl.megatron.residency import Use
+from megatron_rl.megatron.residency import ResidencyLevel
 from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.progress import progress_count
@@ -115,7 +115,7 @@ def _run_phases(
     ``train_rows`` are ``rows`` with additional columns that only a training step reads.
     """
     for role in roles:
-        with role.resident(Use.READ), simulation.phase("score"):
+        with role.resident(ResidencyLevel.READ_WEIGHTS), simulation.phase("score"):
             _set_boundary_shape(simulation, role, rows)
             with _count_microbatches(simulation, "score", role):
                 role.infer(rows)

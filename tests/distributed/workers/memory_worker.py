@@ -155,19 +155,19 @@ def check_measured(role: ModelRole, batch: Any) -> None:
     begin = device.MemoryReading(
         allocated=1000,
         peak=1000,
-        others=200,
+        other_bytes=200,
         total=9000,
     )
     end = device.MemoryReading(
         allocated=1500,
         peak=5000,
-        others=200,
+        other_bytes=200,
         total=9000,
     )
 
-    def read_memory(restart: bool = False) -> device.MemoryReading:
+    def read_memory(restart_peak: bool = False) -> device.MemoryReading:
         # A pass restarts the measurement of the peak when it begins.
-        if restart:
+        if restart_peak:
             return begin
         return end
 
