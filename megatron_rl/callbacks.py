@@ -15,9 +15,10 @@ from megatron_rl.errors import UserError, first_line, nearest, single_errors
 from megatron_rl.user_code import load_object
 
 METHODS = ("on_step_begin", "on_samples", "on_step_end")
-"""``on_step_begin(step)``; ``on_samples(step, samples)``, where ``samples`` maps column names of the step's
-sample table to values; ``on_step_end(step, metrics)``, where ``metrics`` maps names to numbers as in the
-step's line of metrics.jsonl."""
+"""The methods are ``on_step_begin(step)``, ``on_samples(step, samples)`` and ``on_step_end(step, metrics)``.
+
+``samples`` maps the column names of the step's sample table to values. ``metrics`` maps names to numbers, as
+in the step's line of metrics.jsonl."""
 
 _KEY = "callbacks"
 

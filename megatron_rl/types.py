@@ -274,26 +274,26 @@ class _RaggedBatch:
     @classmethod
     def concatenate(cls, batches: Sequence[Any]):
         """Concatenate batches; a tensor field must be set in all of them or in none."""
-        changes: dict[str, Any] = {}
+        concatenated_fields: dict[str, Any] = {}
         for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
             values = [getattr(batch, name) for batch in batches]
-            changes[name] = None if values[0] is None else torch.cat(values)
+            concatenated_fields[name] = None if values[0] is None else torch.cat(values)
 
         # A tuple field may be None in some batches: their rows get None.
         for name in cls.TUPLE_FIELDS:
             values = [getattr(batch, name) for batch in batches]
             if all(value is None for value in values):
-                changes[name] = None
+                concatenated_fields[name] = None
                 continue
             row_values: list[Any] = []
             for value, batch in zip(values, batches, strict=True):
                 row_values.extend(value or (None,) * len(batch))
-            changes[name] = tuple(row_values)
+            concatenated_fields[name] = tuple(row_values)
 
         # Fields that are not per row are taken from the first batch.
         names = [item.name for item in fields(cls)]  # pyright: ignore[reportArgumentType]
-        common = {name: getattr(batches[0], name) for name in names if name not in changes}
-        return cls(**changes, **common)
+        other_fields = {name: getattr(batches[0], name) for name in names if name not in concatenated_fields}
+        return cls(**concatenated_fields, **other_fields)
 
 
 @dataclass(frozen=True)

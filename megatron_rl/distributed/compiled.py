@@ -23,8 +23,9 @@ def compile_for_any_shape() -> None:
     """Recompile the fused functions of Megatron-Core with dynamic shapes from the first call on.
 
     By default torch compiles for the first shape, then for any shape, and stops compiling after eight
-    kernels. A resumed run has shapes in a different order than the uninterrupted run, and would differ in
-    the last bits. torch's global switch is not used, because vLLM in the same process reads it, too.
+    kernels. The kernels would depend on the order of shapes, and a resumed run would differ in the last bits
+    from the uninterrupted run. torch's global switch is not used, because vLLM in the same process reads it,
+    too.
     """
     compile_function = partial(torch.compile, dynamic=True)
 
@@ -41,7 +42,7 @@ def compile_for_any_shape() -> None:
     def recompile_attributes(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
             if value is torch.compile:
-                # This is the module's imported name of `jit_fuser`.
+                # A module that has imported `jit_fuser` has torch.compile under this name.
                 setattr(owner, name, compile_function)
                 continue
 

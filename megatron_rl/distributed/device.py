@@ -262,7 +262,7 @@ def peak_memory(reset: bool = False) -> int:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Use of the memory of this rank's device at one moment, in bytes.
+    """Memory use of this rank's device at one moment, in bytes.
 
     Example: ``MemoryReading(allocated=40 << 30, peak=61 << 30, other_bytes=3 << 30, total=79 << 30)``.
     """

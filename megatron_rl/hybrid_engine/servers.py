@@ -40,7 +40,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
 CURRENT = "current"
-"""State of a server with the served version of the weights."""
+"""State of a server that already has the version of the weights to sample from."""
 OUTDATED = "outdated"
 """State of a server with older weights of this job and an intact process group."""
 FOREIGN = "foreign"

@@ -128,7 +128,8 @@ class WeightTransfer:
             target_boxes = self._target.boxes()
         self._reject_engine_without_boxes(target_boxes)
 
-        # NCCL creates a communicator in a collective call, but some ranks have no messages in the exchange.
+        # NCCL creates a communicator in a collective call. Create it here, since some ranks have no messages
+        # in the exchange of weights.
         create_communicator(self._group)
         source_layout = gather_box_groups(source_boxes, _get_dtypes(source), self._group)
         target_layout = gather_box_groups(target_boxes, _get_dtypes(target), self._group)

@@ -62,7 +62,7 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
     collective over one rank. Megatron also marks the bias so that its gradient is summed over tensor-parallel
-    ranks, although the data-parallel sum over all copies of the expert already includes these ranks.
+    ranks. That is one sum too many: the data-parallel sum over all copies of the expert includes these ranks.
     """
     for module in chain.from_iterable(layer.modules() for layer in layers):
         if not isinstance(module, SequentialMLP):
@@ -178,7 +178,7 @@ class _RouterReplay:
 
     ``layer`` is counted from 0 over the whole model. The class has the interface of Megatron-Core's
     RouterReplay, which the router calls for the top-k. Megatron's own class has one list for all models of a
-    process, which would mix actor and reference, and it records only the last micro-batch of a pipeline.
+    process, which would mix actor and reference. It also records only the last micro-batch of a pipeline.
     """
 
     def __init__(self, layer: int, routing: Routing) -> None:
@@ -291,9 +291,9 @@ class Routing:
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
         """Replace the methods of a router that add its losses; ``replay`` is the replay of this router.
 
-        Megatron's losses are means over a micro-batch, multiplied by its number of tokens, since Megatron
-        later divides all gradients by the number of tokens of the batch. In this package gradients are never
-        divided: losses are sums whose weights have global denominators.
+        Megatron multiplies the mean loss of a micro-batch by its number of tokens, because it later divides
+        all gradients by the number of tokens of the batch. In this package gradients are never divided:
+        losses are sums whose weights have global denominators.
         """
         z_coefficient = router.config.moe_z_loss_coeff or 0.0
         balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)

@@ -195,8 +195,8 @@ class RmsNorm(nn.Module):
         if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
             return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
-        # Round in the order of the models' own code: Gemma multiplies by the weight in float32,
-        # Llama after rounding to the dtype.
+        # Round in the order of the models' own code: Gemma multiplies by the weight in float32, Llama
+        # multiplies after rounding to the dtype.
         normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
         if self.offset:
             return (normalised * (self.weight.float() + self.offset)).to(hidden.dtype)
@@ -387,8 +387,7 @@ class PackedAttention(nn.Module, RowAttention):
         """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
-        query. To produce this score in any fused kernel, one dimension is appended to queries and keys: it is
-        the logit in every query, 0 in the keys of tokens, and 1 / scale in the key of the sink.
+        query.
         """
         assert self.softmax_offset is not None
         scale = self.scale
@@ -399,13 +398,16 @@ class PackedAttention(nn.Module, RowAttention):
         shards = self.softmax_offset.chunk(self.context_group.size())
         sinks = shards[self.context_group.rank()].to(query.dtype)
         logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
+
+        # Append one dimension to queries and keys, so that any fused kernel computes the sink's score. It is
+        # the logit in every query, 0 in the keys of tokens, and 1 / scale in the key of the sink.
         # `pad` expects (before, after) of the last dimension first: this adds one position before the first.
         query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
         sink = key.new_zeros(key.shape[-1] + 1)
         sink[-1] = 1 / scale
         sink_keys = sink.expand(key.shape[0], 1, key.shape[2], -1)
         key = torch.cat((sink_keys, functional.pad(key, (0, 1))), dim=1)
-        # Kernels that store no scores need values of the keys' size.
+        # Kernels that store no scores require keys and values of equal size.
         value = functional.pad(value, (0, 1, 0, 0, 1, 0))
 
         # Drop the output of the sink's own query, which is the first, and the padding of the values.
@@ -911,7 +913,7 @@ def prepare_local_rotation(
         attention.register_forward_pre_hook(hook, with_kwargs=True)
 
         if is_local:
-            # Megatron-Core 0.16 reads the config in each forward pass, 0.19 this attribute.
+            # Megatron-Core 0.16 reads the config in each forward pass, 0.19 reads the attribute below.
             attention.config = copy(attention.config)
             set_rotary_factor(attention.config, local_factor)
             attention._yarn_concentration_factor = local_factor

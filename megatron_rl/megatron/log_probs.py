@@ -31,7 +31,7 @@ from megatron_rl.shapes.memory import TILE_TOKENS
 _MASKED = -1e30
 """Logit of padding and of tokens outside the support: finite, so that probability * logit is 0, not NaN."""
 _LARGEST_EXPONENT = 60.0
-"""Bound of the negative log-prob of the last bucket in its gradient: exp(60) is finite in float32."""
+"""Largest exponent in the computation of 1 / (probability of the last bucket), to avoid overflow."""
 _SELF_TEST_TOKENS = 150
 """Number of positions on which `measure_kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
@@ -86,8 +86,8 @@ class Support(NamedTuple):
         end_index = int(self.offsets[1:][span][-1])
         tokens = self.tokens[first_index:end_index].long() - first_token
 
-        # Pass the output size, and collect tokens of other shards in an extra column: otherwise, as with a
-        # boolean index, the number of selected tokens would be read from the device.
+        # Pass the output size, and collect tokens of other shards in an extra column. Without the size, or
+        # with a boolean index, the host would read the number of selected tokens from the device.
         positions = torch.repeat_interleave(
             torch.arange(len(sizes), device=sizes.device), sizes, output_size=end_index - first_index
         )
@@ -237,8 +237,8 @@ def _compute_gradients(
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass. ``log_prob_gradient`` and
     ``entropy_gradient`` [n], and ``buckets``, have the loss's gradients with respect to the outputs of the
-    forward pass. For a ``frozen`` weight, None is returned. About ``chunk_tokens`` * V / tp logits exist at
-    a time.
+    forward pass. For a ``frozen`` weight, None is returned in place of its gradient. About ``chunk_tokens`` *
+    V / tp logits exist at a time.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
     tokens, the weight's gradient would be off by 1 %.
@@ -383,8 +383,8 @@ def softmax_statistics(
 ) -> Tensor:
     """Compute the four softmax statistics [4, n] of this shard; `tile_statistics` defines them.
 
-    With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
-    divided by the temperature are appended: [4 + k, n]. At most ``chunk_tokens`` * V / tp logits exist at a
+    With ``bucket_ids`` [n, k] the statistics exclude these k tokens. The tokens' logits, divided by the
+    temperature, are appended as k more rows: [4 + k, n]. At most ``chunk_tokens`` * V / tp logits exist at a
     time.
     """
     reductions = reductions or choose_reductions(weight.dtype)
@@ -452,10 +452,13 @@ def tile_statistics(
 ) -> Tensor:
     """Reduce logits [n, rows] of a tile to four softmax statistics per token, [4, n].
 
-    The four are the largest logit ("peak"), the sum of exp(logit - peak), the sum of
-    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if the target is not in the
-    tile). ``targets`` [n] are columns of the tile; ``temperature`` [n] divides the logits first. Overwrites
-    the logits and allocates one more tensor of their size.
+    1. the largest logit, the "peak"
+    2. the sum of exp(logit - peak)
+    3. the sum of exp(logit - peak) * (logit - peak)
+    4. the target's logit, or a very low number if the target is not in the tile
+
+    ``targets`` [n] are columns of the tile. ``temperature`` [n] divides the logits first. Overwrites the
+    logits and allocates one more tensor of their size.
     """
     logits.div_(temperature[:, None])
     peak = logits.amax(dim=-1)
@@ -892,8 +895,9 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, ...]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
-    With ``bucket_ids`` [n, k], which are distinct token ids or -1 for an unused bucket, the log-probs of
-    k + 1 buckets follow, [n, k + 1] float32: each of these tokens, and all other tokens together.
+    ``bucket_ids`` [n, k] are distinct token ids, or -1 for an unused bucket. With them, the function also
+    returns the log-probs of k + 1 buckets, [n, k + 1] float32. Each of these tokens is a bucket, and all
+    other tokens together are the last bucket.
 
     ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
     the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]

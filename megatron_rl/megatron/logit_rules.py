@@ -132,8 +132,8 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
     """Find the tokens that would repeat an n-gram of the row at one of its selected positions.
 
     ``tokens`` [m] are the tokens of one row, ``selected_positions`` [count] the ascending positions of its
-    selected tokens, and ``ngram_size`` is n, at least 2. A token is forbidden if it and the n - 1 tokens
-    before the position already occur earlier in the row.
+    selected tokens, and ``ngram_size`` is n, at least 2. At a position, a token is forbidden if the n - 1
+    tokens before the position, followed by this token, already occur earlier in the row.
     """
     row_tokens = tokens.numpy()
     positions = selected_positions.numpy()

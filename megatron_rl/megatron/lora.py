@@ -487,8 +487,6 @@ def _make_projection_mask(
 
     Projections are the checkpoint tensors that a layer combines, such as query, key and value. ``name`` is
     the adapter's name, with layers counted over the whole model and ``{expert}`` for the number of an expert.
-    The mask is computed by the import rules of the layer's weight: each imported tensor is filled with the
-    index of its projection, so each imported row contains the index of the projection that it belongs to.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
@@ -504,7 +502,8 @@ def _make_projection_mask(
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
         index_tensors[tensor_name] = torch.full((source.end, 1), projection_index)
 
-    # The import orders and shards these rows like the rows of B.
+    # The import orders and shards these rows like the rows of B: each row then contains the index of the
+    # projection that it belongs to.
     row_projections = torch.empty(rows, 1, dtype=torch.long)
     import_parameters(
         {f"{name.format(expert=0)}.B": row_projections},

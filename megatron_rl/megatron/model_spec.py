@@ -116,12 +116,7 @@ class ModelSpec:
         return config.num_query_groups < config.tensor_model_parallel_size
 
     def finish(self, chunk: Any) -> None:
-        """Add to a new GPTModel chunk the features that Megatron's settings do not express.
-
-        These are the features of its blocks, the norms after attention and MLP, the features of the family,
-        and the checkpoint's exact rotary frequencies, since Megatron implements only one type of RoPE
-        scaling.
-        """
+        """Add to a new GPTModel chunk the features that Megatron's settings do not express."""
         shape = self.model.shape
         finish_blocks(chunk, self)
         if shape.post_norms:
@@ -129,6 +124,7 @@ class ModelSpec:
         for name in self.model.family.features:
             FEATURES[name](chunk, self)
 
+        # Set the checkpoint's exact frequencies, since Megatron implements only one type of RoPE scaling.
         # Latent attention has a rotary embedding in each layer, and none in the chunk.
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:

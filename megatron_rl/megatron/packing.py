@@ -433,12 +433,12 @@ def _token_positions(
 def make_row_boundaries(lengths: Sequence[int]) -> PackedSeqParams:
     """Build the row boundaries in the format of variable-length attention (THD), in host memory.
 
-    Kernels read the cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the
-    longest row, which Transformer Engine would otherwise read from the device. The bound is a multiple of 8,
-    because otherwise Transformer Engine's unfused attention cannot use its fused softmax. Padding at the end
-    is a separate row. Since rows have no gaps, no padded boundaries (``cu_seqlens_*_padded``) are needed, and
-    every backend is supported.
+    Kernels read the cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of these
+    lengths. Padding at the end is a separate row. Since rows have no gaps, no padded boundaries
+    (``cu_seqlens_*_padded``) are needed, and every backend is supported.
     """
+    # Without the bound, Transformer Engine would read the largest length from the device. The bound is a
+    # multiple of 8, as the fused softmax of its unfused attention requires.
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return PackedSeqParams(

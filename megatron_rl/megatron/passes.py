@@ -1,9 +1,8 @@
 """Guard of a role's passes over micro-batches: measure memory, and repeat a pass that runs out of memory.
 
 The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another rank
-fails. In some layouts, ranks exchange nothing until gradients are reduced. Before the reduction, the ranks
-then exchange whether any of them failed. In all other layouts the failed rank raises an error, which ends the
-job.
+fails. In layouts whose ranks communicate only to reduce gradients, they exchange before the reduction whether
+any of them failed. In all other layouts the failed rank raises an error, which ends the job.
 """
 
 from __future__ import annotations
@@ -79,13 +78,13 @@ class PassGuard:
     """Guard that measures the memory of one role's passes, and repeats a pass that runs out of memory.
 
     ``role``: configuration path of the role, for reports.
-    ``measures``: whether the memory of passes is measured for `batch.memory_target`.
+    ``measures_memory``: whether the memory of passes is measured for `batch.memory_target`.
     """
 
-    def __init__(self, role: str, model: ParallelModel, *, measures: bool = False) -> None:
+    def __init__(self, role: str, model: ParallelModel, *, measures_memory: bool = False) -> None:
         self.role = role
         self.model = model
-        self.measures = measures
+        self.measures_memory = measures_memory
         self._maxima: dict[str, float] = {}
 
         # State of the current pass.
@@ -176,7 +175,7 @@ class PassGuard:
     def begin_microbatches(self, microbatch_tokens: int) -> None:
         """Start to measure the memory of a pass with micro-batches of at most ``microbatch_tokens``."""
         self._microbatch_tokens = microbatch_tokens
-        if self.measures:
+        if self.measures_memory:
             self._reading = device.read_memory(restart_peak=True)
 
     def end_microbatches(self) -> None:
@@ -186,7 +185,7 @@ class PassGuard:
         another rank ran out of memory. Collective over the role's ranks if the pass can be repeated
         (`find_repeat_obstacle`).
         """
-        if self.measures:
+        if self.measures_memory:
             self._record_memory()
         if self._repeat_obstacle is None:
             self._exchange_status(failed=False)

@@ -111,10 +111,9 @@ def build_microbatches(
     of the token itself.
 
     ``rows_per_unit`` consecutive rows, such as the two responses of a preference pair, stay in one
-    micro-batch.
-    With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for the loss.
-    ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
-    squared probabilities.
+    micro-batch. With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for
+    the loss. ``top_tokens`` and ``squared_probs`` request further outputs: the most likely tokens of each
+    distribution, and the sum of its squared probabilities.
 
     Returns the micro-batches and two metrics of this rank's shard. ``padding/fraction`` is the fraction of
     padding among the tokens of the micro-batches. ``padding/attention_fraction`` is the fraction of padding

@@ -20,7 +20,7 @@ from megatron_rl.shapes.blocks.attention import Attention
 
 
 class SeparateSelfAttention(SelfAttention):
-    """Self-attention of a layer whose head size and number of key-value heads may differ from other layers.
+    """Self-attention whose head size and number of key-value heads may differ between layers.
 
     With ``keys_are_values`` there is no projection to values: a head's value is its key before norm and
     rotary embedding. With ``value_norm`` each value is divided by its root mean square.
@@ -53,9 +53,9 @@ class SeparateSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute this rank's queries [T, 1, heads, size], and keys and values [T, 1, groups, size].
 
-        The outputs of the projection are ordered by key-value group: the group's queries, its key, and unless
-        ``keys_are_values`` its value. Collective over the tensor-parallel group if ranks share key-value
-        heads.
+        The outputs of the projection are ordered by key-value group: the group's queries, its key and its
+        value. With ``keys_are_values`` there are no values. Collective over the tensor-parallel group if
+        ranks share key-value heads.
         """
         projected, _ = self.linear_qkv(hidden_states)
         head_dim = self.hidden_size_per_attention_head

@@ -74,7 +74,8 @@ def transformer_settings(
         "moe_grouped_gemm": fused and shape.experts > 0,
     }
 
-    # Settings of blocks and layout replace the general settings above. Settings of the family replace any.
+    # Settings of blocks and layout replace the general settings above. Settings of the family come last, and
+    # replace any of them.
     settings.update(_window_settings(shape))
     for block in (*shape.mixers, *shape.feed_forwards):
         settings.update(block.settings(shape))
@@ -88,8 +89,8 @@ def transformer_settings(
 def _quick_gelu(hidden: Tensor) -> Tensor:
     """Compute the sigmoid approximation of GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
 
-    Megatron's function computes the same, but torch recompiles it for each number of tokens, which takes a
-    minute on a host, and the compiled code rounds differently.
+    Megatron's function computes the same, but it is compiled: torch recompiles it for each number of tokens,
+    which takes a minute on a host, and the compiled code rounds differently.
     """
     return hidden * torch.sigmoid(1.702 * hidden)
 

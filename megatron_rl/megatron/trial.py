@@ -93,8 +93,8 @@ def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
 def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
     """Return Megatron's module ``transformer_config``, its OptimizerConfig and its DDP configuration.
 
-    Without ``complete_import`` their modules are imported without the packages that contain them,
-    which takes a quarter of the time.
+    Without ``complete_import`` the ``__init__.py`` files of their packages are not run. The import then takes
+    a quarter of the time.
     """
     if not complete_import:
         _skip_package_imports()
@@ -109,7 +109,7 @@ def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
 
 
 def _skip_package_imports() -> None:
-    """Prepare imports of Megatron's modules that skip the packages' __init__.py and torch.compile."""
+    """Make imports of Megatron's modules skip the __init__.py files of packages, and torch.compile."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]

@@ -90,7 +90,7 @@ class ModelRole:
         self.metric_prefix = metric_prefix or name
         self.guard: PassGuard | None = None
         if model is not None:
-            self.guard = PassGuard(name, model, measures=measures_memory)
+            self.guard = PassGuard(name, model, measures_memory=measures_memory)
 
         if shares_model_with is not None:
             # Both roles move the same model between host and device, so they share its residency.

@@ -50,7 +50,7 @@ class AttentionBuilder(BlockBuilder[Attention]):
         if shape.whole_qk_norm:
             replace_query_key_norms(layers)
 
-        # Gemma 3 has separate frequencies for local and full attention, Gemma 2 the same for both.
+        # Gemma 3 has separate frequencies for local and full attention. Gemma 2 has the same for both.
         if "full_attention" in spec.hf_config.rope_parameters:
             prepare_local_rotation(
                 layers, shape.sliding_layers, spec.local_frequencies, spec.local_rotary_factor

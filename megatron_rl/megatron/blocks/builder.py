@@ -47,4 +47,7 @@ class BlockBuilder(Generic[Sublayer]):
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add features that Megatron's settings cannot express to the built layers that have this block."""
+        """Add features that no setting of Megatron expresses.
+
+        ``layers`` are the built layers that have this block.
+        """

@@ -23,7 +23,7 @@ class ExpertsBuilder(BlockBuilder[Experts]):
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make the built experts add their biases correctly in any layout, if experts have biases."""
+        """Make the built experts add their biases correctly in any layout; no effect without biases."""
         # Megatron adds them in place, which autograd refuses in some layouts.
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
