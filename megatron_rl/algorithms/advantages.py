@@ -84,9 +84,11 @@ class Advantage(Piece, ABC):
     """Estimator of the advantage of a response, or of each of its tokens.
 
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
-    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator that reads
-    only the reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is
-    false for an estimator that reads neither the reward nor its components.
+    response per prompt, several samples per prompt.
+
+    ``reads_rewards``: whether the estimator reads the total reward. Reward shaping and penalties change only
+        the total reward, so they have no effect on an estimator that reads only the reward's components.
+    ``learns_from_rewards``: whether the advantages depend on the total reward or on its components.
     """
 
     whiten: bool = setting(
@@ -154,7 +156,7 @@ class FunctionAdvantage(Advantage):
 class NoRewards(Advantage):
     """Advantage 0 for every token: rewards are neither needed nor used.
 
-    This estimator is for algorithms that learn from another piece, such as distillation.
+    Algorithms that use no rewards, such as distillation from a teacher, need this estimator.
 
     Source: none; a constant reward minus an equal baseline gives this advantage.
 
@@ -175,7 +177,7 @@ class NoRewards(Advantage):
 def outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
     """Assign each row's advantage [B] to all its response tokens.
 
-    The returns equal the advantages: an estimator with one value per row trains no critic.
+    The returns, which only a critic reads, are set to the same values.
     """
     token_advantages = ragged.broadcast_rows(advantages, inputs.lengths) * inputs.mask
     return Advantages(token_advantages, token_advantages)
@@ -451,8 +453,8 @@ class Gdpo(GroupAdvantage):
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
     Example:
-        GRPO gives total rewards (0, 1) and (0, 2) equal advantages; GDPO gives larger ones if two components
-        differ.
+        The samples of a prompt differ first in one component, then in two. GDPO gives larger advantages in
+        the second case. GRPO, which reads the total rewards (0, 1) and (0, 2), gives equal advantages.
 
         >>> one, two = {"a": [0.0, 1.0], "b": [0.0, 0.0]}, {"a": [0.0, 1.0], "b": [0.0, 1.0]}
         >>> inputs = advantage_inputs([0.0, 1.0], group=[0, 0], components=one)
@@ -504,8 +506,8 @@ class Gdpo(GroupAdvantage):
         # A reward function may return a plain number without components: use the total reward of its rows.
         without_component = inputs.valid & ~has_component
         if without_component.any():
-            plain_inputs = replace(inputs, valid=without_component)
-            advantages = advantages + component_grpo.row_advantages(plain_inputs)
+            total_reward_inputs = replace(inputs, valid=without_component)
+            advantages = advantages + component_grpo.row_advantages(total_reward_inputs)
         return advantages
 
 

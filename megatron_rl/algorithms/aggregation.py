@@ -1,4 +1,4 @@
-"""Loss aggregation as one weight per token: a mini-batch's loss is the same weighted sum for any split.
+"""Loss aggregation by one weight per token, so that any split into micro-batches gives the same loss.
 
 `minibatches` splits a step's batch into mini-batches and computes the values that depend on a complete
 mini-batch: the loss weights with their global denominators, and the tokens that clip-cov and kl-cov select.
@@ -152,8 +152,8 @@ class SeqMeanTokenSumNorm(Aggregation):
         more_than=0,
     )
 
-    def within(self, max_response_tokens: int) -> Self:
-        """Return the aggregation with the response limit in tokens as ``scale_factor``, if that is unset."""
+    def with_response_limit(self, max_response_tokens: int) -> Self:
+        """Return a copy with ``max_response_tokens`` as ``scale_factor``; return self if it is set."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)
@@ -201,13 +201,12 @@ def minibatches(
 ) -> Iterator[TrainBatch]:
     """Yield ``optimizer_steps`` mini-batches per epoch, each with its loss weights set.
 
-    The samples of one prompt stay together. Each epoch distributes the prompts in a new random order (in
-    their original order for a single mini-batch), as evenly as their number allows.
+    All samples of a prompt are in one mini-batch. Mini-batches differ by at most one prompt. With several
+    mini-batches, each epoch shuffles the prompts; the order depends only on ``seed``.
 
-    Rows without a token in ``response_mask`` are left out: they have no gradient. With ``denominator: all``,
-    rows whose tokens were all masked out count in the denominators of their mini-batch before they are left
-    out. A mini-batch without rows is not yielded, so there may be fewer than ``optimizer_steps``. The order
-    of prompts is deterministic in ``seed``.
+    Rows without a token in ``response_mask`` have no gradient and are dropped. With ``denominator: all``, a
+    row whose tokens were all masked out still counts in the denominators of its mini-batch. A mini-batch
+    without rows is not yielded, so an epoch may have fewer than ``optimizer_steps`` mini-batches.
     """
     generator = torch.Generator().manual_seed(seed)
     has_gradient = ragged.row_sums(batch.response_mask.double(), batch.lengths) > 0

@@ -1,7 +1,7 @@
 """Algorithms as frozen values composed of pieces, and tables of named algorithms and pieces, without torch.
 
-A piece in a configuration's ``algorithm`` section is a name from a table below, or a path to a user's piece,
-``file.py:Name`` or ``module:Name``, alone or with settings::
+Each key of a configuration's ``algorithm`` section selects a piece: by its name in a table below, or by the
+path of a user's piece, ``file.py:Name`` or ``module:Name``. A mapping also changes settings of the piece::
 
     algorithm:
       name: grpo                                        # GRPO's pieces, except for the keys below
@@ -9,7 +9,7 @@ A piece in a configuration's ``algorithm`` section is a name from a table below,
       kl: {name: loss, coef: 0.01}
       advantage: {whiten: true}                         # no name: GRPO's estimator with this setting changed
 
-The file my_loss.py, with a class for a piece with settings and a function for one without::
+An example of my_loss.py. A piece with settings is a class; a piece without settings can be a function::
 
     @dataclass(frozen=True)
     class Raised(PolicyLoss):
@@ -172,7 +172,9 @@ class Algorithm:
 
     def within(self, max_response_tokens: int) -> Algorithm:
         """Return a copy with ``max_response_tokens`` as the response limit, also in its pieces' settings."""
-        pieces = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
+        pieces = {
+            name: piece.with_response_limit(max_response_tokens) for name, piece in self.pieces().items()
+        }
         return replace(self, max_response_tokens=max_response_tokens, **pieces)
 
     def problems(self) -> Iterator[UserError]:

@@ -221,11 +221,11 @@ def rejection_mask(
     token and drops tokens. ``seq_sum_``, ``seq_mean_`` and ``seq_max_`` compare its sum, mean or maximum over
     a response and drop whole responses. The divergences are:
 
-    - ``k1`` = -log rho, accepted within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note
-      the sign: ``1/hi <= rho <= 1/lo``. There is no ``seq_max_k1``.
-    - ``k2`` = (log rho)^2 / 2 and ``k3`` = rho - 1 - log rho, accepted up to the threshold.
+    - ``k1`` = -log rho. The band ``[lo, hi]`` accepts ``log lo <= k1 <= log hi``; because of the sign, this
+      is ``1/hi <= rho <= 1/lo``. A single number x is the band [1/x, x]. There is no ``seq_max_k1``.
+    - ``k2`` = (log rho)^2 / 2 and ``k3`` = rho - 1 - log rho. A threshold x accepts values up to x.
 
-    ``seq_sum_k1`` is masked importance sampling (MIS), ``seq_mean_k1`` the geometric mean.
+    ``seq_sum_k1`` is masked importance sampling (MIS). ``seq_mean_k1`` bounds the geometric mean of rho.
 
     Source: Liu et al. (2025) "When speed kills stability"; verl rollout_corr_helper.py.
 
@@ -258,9 +258,10 @@ def rejection_mask(
 
 
 def rejection_limits(divergence: str, limit: float | Sequence[float]) -> tuple[float, float]:
-    """Return the accepted range of a divergence: logarithms of the band for k1, (-inf, limit] for others.
+    """Return the range (low, high) in which values of a divergence are accepted.
 
-    ``limit`` is the configured threshold, or the band [low, high] of k1.
+    ``limit`` is the configured threshold, or the band [low, high] of k1. The range of k1 is the logarithm of
+    its band. The range of k2 and k3 is (-inf, limit).
 
     Example:
         >>> [round(x, 4) for x in rejection_limits("k1", 2.0)]
@@ -411,8 +412,8 @@ def mismatch_metrics(
         >>> round(m["mismatch/abs_diff"], 4), round(m["mismatch/max_diff"], 4)
         (0.05, 0.1)
     """
-    # Without tokens there are no metrics. On a device check only the size of the mask: reading its values
-    # would wait for the device.
+    # Without tokens there are no metrics. On a GPU check only the size of the mask: to read its values, the
+    # CPU would wait for the GPU.
     if not len(mask) or (mask.is_cpu and not mask.any()):
         return Metrics()
 
@@ -425,7 +426,7 @@ def mismatch_metrics(
     row_means, is_row_counted = _select_counted_values(row_means, has_tokens)
     ppl_ratio = (-row_means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
-    # Outside the mask d is 0 and adds nothing to a sum. rho is 1 there, so that its sums need the mask.
+    # Outside the mask d is 0 and adds nothing to a sum. rho is 1 there, so the sums of rho need the mask.
     d, is_counted = _select_counted_values(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
@@ -439,7 +440,8 @@ def mismatch_metrics(
         "kl": (-d.sum(), token_count),
         "k3": ((rho - 1 - rho.log()).sum(), token_count),
         "chi2": ((rho**2 - 1).sum(), token_count),
-        # ess is not a sum over tokens. Weight it by their number, so that merged metrics average the batches.
+        # ess is not a sum over tokens. Multiply it by the number of tokens, so that merged metrics average
+        # over the batches.
         "ess": (ess * token_count, token_count),
         "ppl_ratio": (torch.where(is_row_counted, ppl_ratio, 0).sum(), is_row_counted.sum()),
         "token_mult_prob_error": (torch.where(is_counted, prob_error, 0).sum(), token_count),
@@ -449,11 +451,10 @@ def mismatch_metrics(
 
 
 def _select_counted_values(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the values inside ``mask`` for a statistic; return values, and a bool mask of valid values.
+    """Return values for a statistic, and a bool mask of the values that count in it.
 
-    On the host only the selected values are returned, and the mask is all true. On a device all values are
-    returned with ``mask`` unchanged: the result of a boolean index has an unknown size, and the host would
-    wait for it.
+    On the CPU, only the values inside ``mask`` are returned, and all of them count. On a GPU, ``values`` and
+    ``mask`` are returned unchanged: the CPU would have to wait for the GPU to learn the size of a selection.
     """
     if mask.is_cpu:
         return values[mask], torch.ones_like(mask[mask])

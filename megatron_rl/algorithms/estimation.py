@@ -196,12 +196,12 @@ def _make_advantage_inputs(
     moments = shaping.moments_after(state.moments, scores.rewards, valid)
     limits = _response_limits(rollouts, algorithm)
 
-    def shape_and_punish(values: Tensor, response_lengths: Tensor) -> Tensor:
+    def shape_and_penalize(values: Tensor, response_lengths: Tensor) -> Tensor:
         shaped = shaping.shape(values, scores.rewards, valid, moments)
         return algorithm.overlong.punish(shaped, valid, response_lengths, limits)
 
     # The overlong penalty counts the same tokens as the length limit, tool output included.
-    rewards = shape_and_punish(scores.rewards, tokens_toward_limit(rollouts))
+    rewards = shape_and_penalize(scores.rewards, tokens_toward_limit(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last_positions = last_masked_token(mask, lengths)
     has_tokens = last_positions >= 0
@@ -222,7 +222,7 @@ def _make_advantage_inputs(
     if baseline_rewards is not None:
         if scores.baseline_lengths is None:
             raise ValueError("Scores.baseline_rewards without their baseline_lengths")
-        baseline_rewards = shape_and_punish(baseline_rewards, scores.baseline_lengths)
+        baseline_rewards = shape_and_penalize(baseline_rewards, scores.baseline_lengths)
 
     values = scores.values
     if values is not None:
@@ -287,7 +287,7 @@ def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
     if algorithm.overlong.buffer is not None:
         raise ValueError("the overlong penalty needs a limit: Rollouts.max_response_tokens")
 
-    # Without a penalty nothing reads the limits.
+    # Without a penalty the limits are not used, so any large number will do.
     return torch.full((len(rollouts),), torch.iinfo(torch.long).max)
 
 
@@ -346,7 +346,7 @@ class AlgorithmState:
 
 def initial_state(algorithm: Algorithm) -> AlgorithmState:
     """Return the algorithm's state before the first step."""
-    return AlgorithmState(algorithm.kl.first_coef)
+    return AlgorithmState(algorithm.kl.initial_coef)
 
 
 def next_state(

@@ -53,7 +53,7 @@ class Kl(Piece):
         return self.in_reward
 
     @property
-    def first_coef(self) -> float:
+    def initial_coef(self) -> float:
         """Coefficient of the penalty at the first step; 0 for an algorithm without penalty."""
         return 0.0
 
@@ -107,7 +107,7 @@ class KlPenalty(Kl):
     )
 
     @property
-    def first_coef(self) -> float:
+    def initial_coef(self) -> float:
         """Coefficient of the penalty at the first step, which an adaptive controller then changes."""
         return self.coef
 

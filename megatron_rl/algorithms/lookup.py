@@ -1,7 +1,8 @@
 """Construction of a run's algorithm from its configuration; importable without torch.
 
-A name selects an algorithm or a piece from the tables of `algorithm`; ``file.py:Name`` or ``module:Name``
-loads a user's. All errors of a configuration are collected and raised together.
+A name selects an algorithm or a piece from the tables of `algorithm`. A path, ``file.py:Name`` or
+``module:Name``, loads an algorithm or a piece of the user. All errors of a configuration are collected and
+raised together.
 """
 
 from __future__ import annotations
@@ -331,10 +332,11 @@ def _change_settings(
 
 
 def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind) -> UserError:
-    """Return the error for an unknown setting, with the pieces that have a setting of this name.
+    """Return a better error for an unknown setting: one that lists the pieces which have this setting.
 
-    The pieces are of the kind ``kind``, and ``piece_name`` is the piece for which the user wrote the setting.
-    An error of another type, or for a name that no piece has, is returned unchanged.
+    ``error``: any error in the settings of a piece. It is returned unchanged if it is not about an unknown
+    setting, or if no piece of the kind ``kind`` has the setting. ``piece_name``: name of the piece for which
+    the user wrote the setting.
     """
     if not isinstance(error, UnknownName):
         return error
@@ -398,11 +400,11 @@ def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piec
     # A function has no settings and no requirements, so only some kinds of pieces accept functions.
     arguments = ", ".join(kind.arguments)
     if not callable(value) or kind.make_from_function is None:
-        or_function = "" if kind.make_from_function is None else f" or a function({arguments})"
+        function_text = "" if kind.make_from_function is None else f" or a function({arguments})"
         raise UserError(
             f"{path} cannot be used here",
             where=key,
-            expected=f"a class derived from {_base_class_path(kind)}{or_function}",
+            expected=f"a class derived from {_base_class_path(kind)}{function_text}",
             got=f"{path}, of type {type(value).__name__}",
             fix=f"derive a class from {_base_class_path(kind)} with a method {_format_method_call(kind)}",
         )

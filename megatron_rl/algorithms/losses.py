@@ -1,16 +1,18 @@
 """Policy losses, and the critic's loss.
 
 A loss is neither summed nor averaged here: aggregation, mismatch correction and masking follow in
-`policy_objective`. All tensors are [N]; ``log_probs`` carries the gradient.
+`policy_objective`. All tensors are [N]; ``log_probs`` carries the gradient. The losses form three groups:
 
-- On a token's own ratio ``r = exp(clamp(log_probs - old_log_probs, +-20))``: PPO, CISPO, SAPO, DPPO and plain
-  policy gradient.
-- On the ratio of a response: GSPO, GMPO, TOPR and off-policy sequence masking. Their tensors are ragged [N]
-  with ``lengths`` [B] and ``mask`` [N]; rows must be complete. Rows with empty mask have ratio 1 and no loss.
-- On the mini-batch: clip-cov and kl-cov preserve entropy with a different loss on the few tokens that reduce
-  entropy most. These tokens are selected once per mini-batch, from the old policy's log-probs, and stored in
-  `TrainBatch.selected`. Losses thus stay exact under any split into micro-batches. The paper selects by the
-  current policy instead, which differs only after the first mini-batch of a step.
+- The loss of a token depends on this token only: PPO, CISPO, SAPO, DPPO and plain policy gradient. The ratio
+  of new to old policy is ``r = exp(clamp(log_probs - old_log_probs, +-20))``.
+- The loss of a token depends on the ratio of its response: GSPO, GMPO, TOPR, VESPO and off-policy sequence
+  masking. Their tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be complete. Rows
+  with empty mask have ratio 1 and no loss.
+- The loss of a token depends on its mini-batch: clip-cov and kl-cov preserve entropy with a different loss on
+  the few tokens that reduce entropy most. These tokens are selected once per mini-batch, from the old
+  policy's log-probs, and stored in `TrainBatch.selected`. Losses thus stay exact under any split into
+  micro-batches. The paper selects by the current policy instead, which differs only after the first
+  mini-batch of a step.
 """
 
 from __future__ import annotations
@@ -698,9 +700,9 @@ class ClipCov(PolicyLoss):
 
         # Draw without replacement among the candidates.
         max_count = max(int(self.fraction * int(mask.sum())), 1)
-        drawn_order = torch.randperm(len(candidates), generator=generator)
+        random_order = torch.randperm(len(candidates), generator=generator)
         selected = torch.zeros_like(mask)
-        selected[candidates[drawn_order[:max_count]]] = True
+        selected[candidates[random_order[:max_count]]] = True
         return selected
 
 

@@ -79,7 +79,7 @@ def policy_objective(
             (old_log_probs,) = fields_of(micro, "old_log_probs")
             kl = kl * log_ratio(log_probs, torch.where(mask, old_log_probs, 0)).exp()
         kl_loss = (weights * torch.where(mask, kl, 0)).sum()
-        kl_coef = algorithm.kl.first_coef if state is None else state.kl_coef
+        kl_coef = algorithm.kl.initial_coef if state is None else state.kl_coef
         total_loss = total_loss + kl_coef * kl_loss
         sums["policy/kl_loss"] = (kl_loss, weight_sum)
 

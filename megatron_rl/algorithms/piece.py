@@ -1,7 +1,8 @@
 """Base class of the pieces of an algorithm: frozen values with settings, bounds and one equation.
 
-`check` names, constructs and prints pieces on machines without torch. The modules that define pieces
-therefore import ``torch`` and ``ragged`` from here, where both are imported on first use.
+The command ``check`` constructs and prints pieces, also on machines without torch. The modules that define
+pieces therefore import ``torch`` and ``ragged`` from here: both names are proxies, which import the module on
+first use.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class Piece:
         """Whether the piece reads the actor's log-probs of the batch before the first loss is computed."""
         return False
 
-    def within(self, max_response_tokens: int) -> Self:
-        """Fill in the unset settings that default to the run's response limit in tokens; return a new piece.
+    def with_response_limit(self, max_response_tokens: int) -> Self:
+        """Return a copy in which unset settings that default to the response limit have this limit.
 
-        Subclasses with such settings override this.
+        ``max_response_tokens``: response limit of the run in tokens. Subclasses with such settings override
+        this method; a piece without them is returned unchanged.
         """
         return self
 

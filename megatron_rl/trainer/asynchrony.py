@@ -25,7 +25,7 @@ from megatron_rl.trainer.rewards import (
     ScoredBatch,
     compute_rewards,
     count_informative,
-    keep_informative,
+    select_informative_groups,
 )
 from megatron_rl.trainer.sample import (
     PendingRound,
@@ -45,9 +45,9 @@ class AheadBatches:
     are not all equal. A step with too few informative groups uses all groups.
 
     ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
-    ``sets``: evaluation sets of a deferred evaluation. The next step samples the answers to these sets and
-        its new batch with the same weights.
-    ``answers``: answers to each of ``sets``, which the next step has sampled.
+    ``sets``: evaluation sets of a deferred evaluation. The next step samples responses to these sets and its
+        new batch with the same weights.
+    ``responses``: responses to each of ``sets``, which the next step has sampled.
 
     Construction is collective over the world.
     """
@@ -65,7 +65,7 @@ class AheadBatches:
         self.source = source
         self.queue: list[SampledBatch] = []
         self.sets: Sequence[EvaluationSet] = ()
-        self.answers: list[Rollouts] = []
+        self.responses: list[Rollouts] = []
 
         rollout_ranks = set(roles.rollout.layout.ranks)
         learner_ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
@@ -115,7 +115,7 @@ class AheadBatches:
             with phase("idle_learn" if self._is_learner else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish_round(pending, world))
-                self.answers = [
+                self.responses = [
                     gather_complete_round(self.roles.rollout, pending_evaluation, world)
                     for pending_evaluation in pending_evaluations
                 ]
@@ -127,7 +127,7 @@ class AheadBatches:
             self.source.group_counts = learner_counts[0]
 
     def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
-        """Sample answers to the evaluation sets on the rollout's ranks; return immediately on learners."""
+        """Sample responses to the evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._is_learner:
             timer = phase("evaluate")
@@ -154,8 +154,8 @@ class AheadBatches:
 
         informative, total = self.source.group_counts
         ceiling = ROUND_CEILING * prompts_per_step
-        # `prompts_to_sample` subtracts informative groups as already available, but the groups of the last
-        # batch have been trained on: require their number in addition.
+        # `prompts_to_sample` subtracts the informative groups, as if the next batch could use them. They have
+        # already been trained on, so add their number to the required groups.
         required_groups = prompts_per_step + informative
         return prompts_to_sample(required_groups, informative, total, ceiling=ceiling)
 
@@ -179,5 +179,5 @@ class AheadBatches:
             batch = compute_rewards(self.roles, sampled, learners)
         group_counts = count_informative(batch)
         if self.algorithm.dynamic_sampling.further_rounds:
-            batch = keep_informative(batch, self.config.batch.prompts_per_step, fallback=batch)
+            batch = select_informative_groups(batch, self.config.batch.prompts_per_step, fallback=batch)
         return batch, group_counts

@@ -123,8 +123,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
     explicit_mappings: set[str] = set()
     for run in runs:
         explicit_keys |= run.explicit_keys
-        # A user's key without a value in the settings is a mapping, such as `reward.arguments`. The key of a
-        # removed section, such as `sft: null`, has a value: it does not set the keys below it.
+        # The settings have values of the innermost keys only, such as `reward.arguments.scale`. A user's key
+        # that is not in the settings, such as `reward.arguments`, is therefore a mapping.
         explicit_mappings |= {key for key in run.explicit_keys if key not in run.settings}
 
     rows = _settings_rows(groups, keys)

@@ -43,7 +43,7 @@ _MIN_LOGARITHMIC = 1e-100
 _HEADROOM = 1.08
 """Ratio of the top of a panel's axis to its upper limit, so that points at the limit are not cut off."""
 _LEGEND_HEADROOM = 1.35
-"""Ratio of the top of the axis to the largest value in the plot of stacked times, which has a legend."""
+"""The same ratio for the plot of stacked times, so that its legend does not cover the curves."""
 _PANEL_INCHES = (4.6, 3.3)
 """Width and height of a panel with its margins."""
 _RIGHT_INCHES = 0.15
@@ -155,7 +155,7 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def smooth_curve(values: Sequence[float]) -> list[float]:
-    """Return a running mean over `WINDOW` values, or over a quarter of the curve if that is shorter."""
+    """Return a running mean over `WINDOW` values, or over a quarter of the values if that is fewer."""
     return running_mean(values, min(WINDOW, len(values) // 4))
 
 
@@ -204,8 +204,8 @@ Charts of one ``axis`` have the same range of steps: those of the run, or of one
 
 _FLAT_TOLERANCE = 1e-3
 """A curve is flat if its values differ by at most this fraction of the largest one."""
-_DIGITS = 6
-"""Digits of a chart's numbers, which is more than a picture can show."""
+_SIGNIFICANT_DIGITS = 6
+"""Number of significant digits in a chart's data: more than a picture can show."""
 
 
 def make_charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
@@ -334,8 +334,8 @@ def _make_curve(
 
 
 def _round_values(values: Sequence[float]) -> list[float]:
-    """Round numbers to `_DIGITS` significant digits, which keeps pages small."""
-    return [float(f"{value:.{_DIGITS}g}") for value in values]
+    """Round numbers to `_SIGNIFICANT_DIGITS` significant digits, which keeps pages small."""
+    return [float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values]
 
 
 def _set_title(ax: Axes, title: str) -> None:

@@ -57,7 +57,7 @@ from megatron_rl.trainer.sample import (
     start_complete_round,
     with_greedy_sampling,
 )
-from megatron_rl.trainer.stages import PAIR, preference_objective
+from megatron_rl.trainer.stages import ROWS_PER_PAIR, preference_objective
 from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_counts
 
 
@@ -339,7 +339,7 @@ class Run:
         return Pairs(
             replace(
                 batch,
-                group=torch.arange(len(pair_rows) // PAIR).repeat_interleave(PAIR),
+                group=torch.arange(len(pair_rows) // ROWS_PER_PAIR).repeat_interleave(ROWS_PER_PAIR),
                 position=torch.arange(len(pair_rows)),
             )
         )
@@ -375,7 +375,7 @@ class Run:
         if isinstance(batch, Pairs):
             # The loss is a mean over pairs; the two rows of a pair must be in the same micro-batch.
             algorithm = replace(algorithm, aggregation=SeqMeanTokenSum())
-            update_options["rows_per_unit"] = PAIR
+            update_options["rows_per_unit"] = ROWS_PER_PAIR
             batch = batch.rows
 
         with self._training.phases("learn"), role.resident():
@@ -400,7 +400,7 @@ class Pairs:
     """2 P rows: chosen and rejected row of each of P pairs."""
 
     def __len__(self) -> int:
-        return len(self.rows) // PAIR
+        return len(self.rows) // ROWS_PER_PAIR
 
 
 class Step:

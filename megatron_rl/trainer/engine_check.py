@@ -35,7 +35,7 @@ _RESPONSE_TOKENS = 8
 """Maximum number of tokens of a response: enough decoding steps for layers with a recurrent state."""
 
 _REQUESTS = 2
-"""Minimum number of requests to a replica: engines use other kernels for a batch than for a single row."""
+"""Minimum number of requests to a replica: engines use different kernels for a batch and a single row."""
 
 
 def check_engine(config: RunConfig, roles: Roles) -> Metrics:
@@ -69,7 +69,7 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 
 def _make_requests(config: RunConfig) -> list[GenerationRequest]:
-    """Return the requests of the check, with random prompts that are equal in all runs of a model."""
+    """Return the requests of the check; their random prompts are the same in every run of a model."""
     # At least one request per server: a client sends consecutive requests to different servers.
     request_count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines reject requests with more tokens than the longest row of the run.

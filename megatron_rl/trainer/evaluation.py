@@ -1,4 +1,4 @@
-"""Evaluation on held-out sets: the current policy's responses (answers), their rewards and statistics."""
+"""Evaluation on held-out sets: the current policy's responses, their rewards and statistics."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from megatron_rl.types import PromptBatch, Rollouts, row_counts
 CORRECT_REWARD = 1.0
 """Smallest reward at which a response counts as correct."""
 
-RESAMPLES = 1000
-"""Bootstrap resamples of an interval: enough for two digits of a 95% interval."""
-SUBSETS = 200
-"""Number of random subsets of k answers over which majority@k is averaged, for more than k answers."""
+NUM_RESAMPLES = 1000
+"""Number of bootstrap resamples per interval: enough for two digits of a 95% interval."""
+NUM_SUBSETS = 200
+"""Number of random subsets of k responses over which majority@k is averaged."""
 _TAIL_PERCENT = 2.5
 """Percentage of resamples below a 95% interval, which is also the percentage above it."""
 _MAX_MESSAGE_CHARACTERS = 300
@@ -46,7 +46,7 @@ _MAX_MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts of one held-out set, with the functions that reward and evaluate the answers.
+    """Prompts of one held-out set, with the functions that reward and evaluate the responses.
 
     Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, each prompt once in
     ``prompts``, and ``reward=None``.
@@ -55,11 +55,11 @@ class EvaluationSet:
     name: str
     """Name of the set; its metrics are named ``eval/NAME/...``."""
     settings: EvaluationSetConfig
-    """Configuration of the set, for example how many answers are sampled per prompt."""
+    """Configuration of the set, for example how many responses are sampled per prompt."""
     prompts: PromptBatch
     """The P prompts of the set, with the sampling parameters of the set."""
     reward: RewardRole | None
-    """Reward function of the set, or None if answers are rewarded like the run's training samples."""
+    """Reward function of the set, or None if responses are rewarded like the run's training samples."""
     evaluators: Mapping[str, RewardRole]
     """Name -> additional function, whose results are only metrics."""
 
@@ -72,18 +72,18 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Answers to one set with their rewards, equal on all ranks except for ``failures``."""
+    """Responses to one set with their rewards, equal on all ranks except for ``failures``."""
 
     name: str
     """Name of the set."""
     metrics: Metrics
     """Metrics of the set, named ``eval/NAME/...``."""
     prompts: PromptBatch
-    """Prompt of each answer."""
+    """Prompt of each response."""
     rollouts: Rollouts
-    """The answers; answers to the same prompt are consecutive."""
+    """The responses; responses to the same prompt are consecutive."""
     rewards: Tensor
-    """Reward of each answer, [B] float32, NaN if it failed."""
+    """Reward of each response, [B] float32, NaN if it failed."""
     reasons: tuple[str | None, ...]
     """Reason of each failed reward, or None for valid rewards: B entries."""
     failures: tuple[tuple[str, Failure], ...]
@@ -132,25 +132,26 @@ def _make_function_role(
 def evaluate(
     roles: Roles, sets: Sequence[EvaluationSet], seed: int
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Sample and reward answers to each set; return the results and the metrics of the weight sync.
+    """Sample and reward responses to each set; return the results and the metrics of the weight sync.
 
-    ``eval/NAME/accuracy`` is the fraction of answers whose reward is at least `CORRECT_REWARD`; with several
-    scorers, only the first scorer's reward is used. An answer whose reward failed is not correct.
-    ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other metrics.
-    Collective over the world.
+    ``eval/NAME/accuracy`` is the fraction of responses whose reward is at least `CORRECT_REWARD`; with
+    several scorers, only the first scorer's reward is used. A response whose reward failed is not correct.
+    ``eval/NAME/reward`` is the mean over responses with a valid reward. `EvaluationSetConfig` describes the
+    other metrics. Collective over the world.
     """
     world = ReplicaGroup()
     # Evaluate the newest weights, even if training responses are sampled from older weights.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
-        answers = [gather_complete_round(roles.rollout, pending_set, world) for pending_set in pending]
+        responses = [gather_complete_round(roles.rollout, pending_set, world) for pending_set in pending]
 
-    # Drop the sync's sums, which are seconds of a step: here time/evaluate already includes them.
-    return reward_answers(roles, sets, answers), Metrics({}, sync_metrics.maxima)
+    # Return only the maxima of the sync metrics. Their sums are parts of a step's time, but time/evaluate
+    # already includes the time of this sync.
+    return reward_responses(roles, sets, responses), Metrics({}, sync_metrics.maxima)
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[PendingRound]:
-    """Start to sample answers to each set with the engine's weights; return a pending round per set.
+    """Start to sample responses to each set with the engine's weights; return a pending round per set.
 
     Returns immediately on ranks outside the rollout. Collective over the rollout's ranks.
     """
@@ -167,14 +168,14 @@ def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> 
     ]
 
 
-def reward_answers(
-    roles: Roles, sets: Sequence[EvaluationSet], answers: Sequence[Rollouts]
+def reward_responses(
+    roles: Roles, sets: Sequence[EvaluationSet], responses: Sequence[Rollouts]
 ) -> list[EvaluationResult]:
-    """Compute rewards and metrics of the answers to each set, see `evaluate`. Collective over the world."""
+    """Compute rewards and metrics of the responses to each set, see `evaluate`. Collective over the world."""
     world = ReplicaGroup()
     return [
         _compute_set_result(roles, evaluation_set, rollouts, world)
-        for evaluation_set, rollouts in zip(sets, answers, strict=True)
+        for evaluation_set, rollouts in zip(sets, responses, strict=True)
     ]
 
 
@@ -184,7 +185,7 @@ def _compute_set_result(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> EvaluationResult:
-    """Compute the rewards and metrics of the answers (``rollouts``) to one set. Collective over the world."""
+    """Compute the rewards and metrics of the responses (``rollouts``) to a set. Collective over the world."""
     prefix = f"eval/{evaluation_set.name}"
     # The set's own function replaces all rewards of the run.
     if evaluation_set.reward is not None:
@@ -195,13 +196,13 @@ def _compute_set_result(
     rewards = result.scores.rewards
     valid = result.scores.valid
 
-    # With several scorers, the first scorer's reward determines whether an answer is correct, not the sum.
+    # With several scorers, the first scorer's reward determines whether a response is correct, not the sum.
     deciding_rewards = rewards
     if not roles.has_single_scorer:
         deciding_rewards = result.scores.components[roles.reward.first_scorer]
     correct = valid & (deciding_rewards >= CORRECT_REWARD)
 
-    # Means over all answers, except for the reward: the mean over answers whose reward is valid.
+    # The mean reward is over responses with a valid reward; all other means are over all responses.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean(
@@ -211,12 +212,12 @@ def _compute_set_result(
     )
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
-    # Statistics over several answers per prompt, which every rank computes with the same result.
-    answer_texts = roles.reward.responses(rollouts)
-    statistics = _answer_statistics(evaluation_set, rollouts, correct, answer_texts)
+    # Statistics over several responses per prompt, which every rank computes with the same result.
+    response_texts = roles.reward.responses(rollouts)
+    statistics = _response_statistics(evaluation_set, rollouts, correct, response_texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
-    # Run the evaluators on the same answers, and report their failures together with failed rewards.
+    # Run the evaluators on the same responses, and report their failures together with failed rewards.
     failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
     for key, role in evaluation_set.evaluators.items():
         evaluator_metrics, evaluator_failures = _run_evaluator(
@@ -236,39 +237,39 @@ def _compute_set_result(
     )
 
 
-def _answer_statistics(
+def _response_statistics(
     evaluation_set: EvaluationSet,
     rollouts: Rollouts,
     correct: Tensor,
-    answer_texts: Sequence[str],
+    response_texts: Sequence[str],
 ) -> dict[str, float]:
-    """Compute pass@k, majority@k, 95% intervals and diversity of the answers to a set: name -> value.
+    """Compute pass@k, majority@k, 95% intervals and diversity of the responses to a set: name -> value.
 
-    ``correct``: [B] bool. ``answer_texts``: the B answers, decoded.
+    ``correct``: [B] bool. ``response_texts``: the B responses, decoded.
     """
     samples_per_prompt = evaluation_set.settings.samples
     correct_by_prompt = correct.view(-1, samples_per_prompt).numpy().astype(float)
 
-    # A response votes for its marked answer, or for its complete text if it marks no answer.
-    votes = [find_marked_answer(text) or text.strip() for text in answer_texts]
-    first_votes = range(0, len(votes), samples_per_prompt)
-    votes_by_prompt = [votes[first : first + samples_per_prompt] for first in first_votes]
+    # A response votes for its marked answer (such as a boxed number), or for its complete text without one.
+    votes = [find_marked_answer(text) or text.strip() for text in response_texts]
+    prompt_starts = range(0, len(votes), samples_per_prompt)
+    votes_by_prompt = [votes[start : start + samples_per_prompt] for start in prompt_starts]
 
     # Estimates for each prompt ([P] per statistic), since the bootstrap resamples prompts.
     estimates = {"accuracy": correct_by_prompt.mean(axis=1)}
-    for draw_count in evaluation_set.settings.sample_counts():
-        estimates[f"pass_at_{draw_count}"] = pass_at_k(correct_by_prompt, draw_count)
-        estimates[f"majority_at_{draw_count}"] = majority_at_k(correct_by_prompt, votes_by_prompt, draw_count)
+    for k in evaluation_set.settings.sample_counts():
+        estimates[f"pass_at_{k}"] = pass_at_k(correct_by_prompt, k)
+        estimates[f"majority_at_{k}"] = majority_at_k(correct_by_prompt, votes_by_prompt, k)
 
     statistics = {key: float(values.mean()) for key, values in estimates.items() if key != "accuracy"}
     for key, (low, high) in bootstrap_intervals(estimates).items():
         statistics[f"{key}_low"] = low
         statistics[f"{key}_high"] = high
 
-    # Split the response tokens by answer.
+    # Split the response tokens by response.
     response_ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
-    responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), response_ends)
-    return statistics | diversity_statistics(responses, samples_per_prompt)
+    response_tokens = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), response_ends)
+    return statistics | diversity_statistics(response_tokens, samples_per_prompt)
 
 
 def _run_evaluator(
@@ -278,10 +279,10 @@ def _run_evaluator(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
-    """Run one evaluator on the answers; return its metrics, and its failures on this rank.
+    """Run one evaluator on the responses; return its metrics, and its failures on this rank.
 
-    A metric is the mean over the answers on which the evaluator succeeded. ``prefix``: prefix of the metrics'
-    names. Collective over the world.
+    A metric is the mean over the responses on which the evaluator succeeded. ``prefix``: prefix of the
+    metrics' names. Collective over the world.
     """
     # An evaluator's role has a single function, which gives a single result.
     (result,) = role.infer(prompts, rollouts, world)
@@ -304,59 +305,59 @@ def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[st
             yield f"step {step}: warning: {source} of {result.name} failed ({failure.reason}): {last_line}"
 
 
-# Estimators over several answers to the same prompt.
+# Estimators over several responses to the same prompt.
 
 
-def pass_at_k(correct: ndarray, count: int) -> ndarray:
-    """Estimate pass@k: the probability that at least one of ``count`` answers to a prompt is correct, [P].
+def pass_at_k(correct: ndarray, k: int) -> ndarray:
+    """Estimate pass@k: the probability that at least one of k responses to a prompt is correct, [P].
 
-    ``correct``: [P, n], 1 for a correct answer. With c correct answers of n, the unbiased estimate is
+    ``correct``: [P, n], 1 for a correct response. With c correct responses of n, the unbiased estimate is
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
 
     Example:
         >>> pass_at_k(numpy.array([[1, 0, 0, 0]]), 2)
         array([0.5])
     """
-    num_answers = correct.shape[1]
-    num_incorrect = num_answers - correct.sum(axis=1)
+    num_responses = correct.shape[1]
+    num_incorrect = num_responses - correct.sum(axis=1)
 
     # Compute the probability that every draw is incorrect as a product: binomials of large n overflow.
     all_incorrect = numpy.ones(len(correct))
-    for draw in range(count):
-        all_incorrect *= numpy.clip(num_incorrect - draw, 0, None) / (num_answers - draw)
+    for draw in range(k):
+        all_incorrect *= numpy.clip(num_incorrect - draw, 0, None) / (num_responses - draw)
     return 1.0 - all_incorrect
 
 
-def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) -> ndarray:
+def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], k: int) -> ndarray:
     """Estimate majority@k: the probability that the most frequent of k answers to a prompt is correct, [P].
 
-    ``correct``: [P, n], 1 for a correct answer. ``votes``: the n answers to each prompt as text. ``count``:
-    k. For k < n the estimate is a mean over random subsets, which are the same in every call. If several
-    answers are the most frequent, each wins with equal probability (Wang et al. 2022, arXiv 2203.11171).
+    ``correct``: [P, n], 1 for a correct response. ``votes``: answer of each of the n responses to a prompt,
+    as text. For k < n the estimate is a mean over random subsets of k responses, which are the same in every
+    call. If several answers are the most frequent, each of them wins with equal probability (Wang et al.
+    2022, arXiv 2203.11171).
     """
     generator = numpy.random.default_rng(0)
-    num_answers = correct.shape[1]
+    num_responses = correct.shape[1]
     probabilities = numpy.zeros(len(correct))
     for prompt_index, prompt_votes in enumerate(votes):
-        # Number the distinct texts of this prompt.
-        _, text_ids = numpy.unique(numpy.asarray(prompt_votes, dtype=object), return_inverse=True)
-        distinct_count = int(text_ids.max()) + 1
-        frequency = numpy.bincount(text_ids, minlength=distinct_count)
-        # Rewards of equal texts may differ: the credit of a text is the fraction of its answers that is
-        # correct.
-        credit = numpy.bincount(text_ids, correct[prompt_index], distinct_count) / frequency
+        # Number the distinct answers to this prompt.
+        _, answer_ids = numpy.unique(numpy.asarray(prompt_votes, dtype=object), return_inverse=True)
+        distinct_count = int(answer_ids.max()) + 1
+        frequency = numpy.bincount(answer_ids, minlength=distinct_count)
+        # Responses with the same answer can have different rewards: use the fraction of correct responses.
+        correct_fraction = numpy.bincount(answer_ids, correct[prompt_index], distinct_count) / frequency
 
-        # One subset with all answers, or random subsets.
-        if count == num_answers:
-            subsets = text_ids[None, :]
+        # One subset with all responses, or random subsets.
+        if k == num_responses:
+            subsets = answer_ids[None, :]
         else:
-            permutations = generator.random((SUBSETS, num_answers)).argsort(axis=1)
-            subsets = text_ids[permutations[:, :count]]
+            permutations = generator.random((NUM_SUBSETS, num_responses)).argsort(axis=1)
+            subsets = answer_ids[permutations[:, :k]]
 
-        # Count the votes for each distinct text in each subset; equally frequent texts share the win.
+        # Count the votes for each distinct answer in each subset; equally frequent answers share the win.
         counts = (subsets[:, :, None] == numpy.arange(distinct_count)).sum(axis=1)
-        winners = counts == counts.max(axis=1, keepdims=True)
-        subset_probabilities = (winners * credit).sum(axis=1) / winners.sum(axis=1)
+        is_winner = counts == counts.max(axis=1, keepdims=True)
+        subset_probabilities = (is_winner * correct_fraction).sum(axis=1) / is_winner.sum(axis=1)
         probabilities[prompt_index] = subset_probabilities.mean()
     return probabilities
 
@@ -374,7 +375,7 @@ def bootstrap_intervals(
     prompt_count = len(stacked)
     generator = numpy.random.default_rng(0)
     means: list[ndarray] = []
-    for _ in range(RESAMPLES):
+    for _ in range(NUM_RESAMPLES):
         drawn_prompts = generator.integers(0, prompt_count, prompt_count)
         means.append(stacked[drawn_prompts].mean(axis=0))
     low, high = numpy.percentile(means, (_TAIL_PERCENT, 100 - _TAIL_PERCENT), axis=0)

@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.trainer.logging import format_step_ranges
 
 PREFIX = "health/"
-"""Group of the rules' metrics."""
+"""Prefix of the names of the rules' metrics."""
 PAGE = "docs/health.md"
 """Documentation page about the rules."""
 
@@ -237,8 +237,8 @@ def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory
 def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the metric divided by the median of its first `health.MIN_MEASUREMENTS` values.
 
-    Returns None in steps without the metric, until there are that many values, and if their median is not
-    positive.
+    Returns None in steps without the metric, until there are `health.REFERENCE` values, and if their median
+    is not positive.
     """
     value = values.get(rule.metrics[0])
     if value is None:
@@ -277,11 +277,11 @@ def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | 
 
 
 def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest drop of an accuracy below its best value while the mean reward has risen.
+    """Return the largest drop of an accuracy below its best value, or 0 without a drop.
 
-    A drop only counts if the mean reward is higher than when the accuracy had its best value. The mean reward
-    is over the steps since the previous evaluation. Returns 0 if no drop counts, and None in steps without an
-    evaluation.
+    A drop only counts if the mean reward has risen since the best value: the policy then gains reward without
+    becoming more accurate. The mean reward is over the steps since the previous evaluation. Returns None in
+    steps without an evaluation.
     """
     # Accumulate the rewards of the steps since the previous evaluation.
     reward_name, accuracy_pattern = rule.metrics
@@ -297,13 +297,13 @@ def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory
     # Compare each accuracy with its best value, and the mean rewards at both times.
     drops = [0.0]
     for name, accuracy in accuracies.items():
-        # An evaluation before the first step has no mean reward: the next evaluation adds one.
+        # Before the first step there is no mean reward: store the accuracy alone.
         if not reward_count:
             memory.setdefault(name, [accuracy])
             continue
         mean_reward = reward_sum / reward_count
 
-        # A best value from before the first step has no mean reward: use the mean reward of this evaluation.
+        # A best value from before the first step is stored without a mean reward: use this evaluation's.
         best = memory.get(name, [accuracy])
         best_accuracy = best[0]
         reward_at_best = mean_reward
@@ -330,7 +330,7 @@ MEASURES: Mapping[str, Measure] = {
     health.TO_MEDIAN: _measure_ratio_to_median,
     health.FALL: _measure_accuracy_drop,
 }
-"""Measure of a rule -> its function."""
+"""Name of a measure (`HealthRule.measure`) -> function that computes it."""
 
 
 # Rules in the report of a run.

@@ -54,17 +54,17 @@ from megatron_rl.user_code import (
 )
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that request a stop: from launchers, terminals, and schedulers before they preempt a job."""
 
 _REPORT_SECONDS = 1.0
 """Seconds that the other ranks of a stopped job wait, so that one rank can report the error."""
-ECHO_SECONDS = 10.0
-"""Seconds within which a second SIGUSR1 is ignored as the same request: Slurm signals every process of a job
-step, and torchrun forwards the signal, too."""
+REPEATED_SIGNAL_SECONDS = 10.0
+"""Seconds in which another SIGUSR1 counts as the same request and is ignored: Slurm signals every process of
+a job step, and torchrun forwards the signal, too."""
 
-CURRENT_CODE = "current"
-"""File in the folder of code copies with the name of the copy in use."""
+CURRENT_COPY_FILE = "current"
+"""Name of a file in the folder of code copies; the file contains the name of the copy in use."""
 
 
 @dataclass(frozen=True)
@@ -436,11 +436,11 @@ class StopRequest:
         """Handle a signal: request a stop after the step, or end the process immediately.
 
         The process ends immediately if the step cannot be saved, or a stop has already been requested. A
-        second SIGUSR1 within `ECHO_SECONDS` is ignored.
+        second SIGUSR1 within `REPEATED_SIGNAL_SECONDS` is ignored.
         """
-        # Slurm and torchrun may both deliver the same SIGUSR1: the second delivery is no second request.
-        is_echo = time.monotonic() - self._last_request_time < ECHO_SECONDS
-        if signal_number == self.signal_number == signal.SIGUSR1 and is_echo:
+        # Slurm and torchrun may both deliver the same SIGUSR1. The second delivery is not a second request.
+        is_repeated = time.monotonic() - self._last_request_time < REPEATED_SIGNAL_SECONDS
+        if signal_number == self.signal_number == signal.SIGUSR1 and is_repeated:
             return
 
         # A user who sends a second signal does not want to wait for the step.
@@ -452,7 +452,7 @@ class StopRequest:
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
         os.write(self._console_descriptor, message.encode())
 
-        # Bound the wait: a step that waits for a lost rank never ends.
+        # Limit the time until the process ends: a step that waits for a lost rank never ends.
         timer = threading.Timer(self._stop_seconds, self._end_after_signal, args=(signal_number,))
         timer.daemon = True
         timer.start()
@@ -473,7 +473,7 @@ class StopRequest:
 
 @contextmanager
 def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> Iterator[StopRequest]:
-    """Handle `SIGNALS` inside the block: request a stop after the step, or end the process immediately.
+    """Handle `STOP_SIGNALS` inside the block: request a stop after the step, or end the process immediately.
 
     If the step does not end within ``stop_seconds`` after a request, the process ends. Python runs signal
     handlers only between bytecode instructions, so no handler would run while a collective blocks the main
@@ -489,18 +489,18 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
     # torchrun, which kills ranks that ignore the signals that it forwards.
     ignores_hangup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     old_handlers: dict[signal.Signals, Any] = {}
-    for signal_number in SIGNALS:
+    for signal_number in STOP_SIGNALS:
         if signal_number is signal.SIGHUP and ignores_hangup:
             continue
         # The handler does nothing: Python writes the signal's number into the pipe.
         old_handlers[signal_number] = signal.signal(signal_number, lambda *_: None)
-    old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    old_wakeup_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     stop = StopRequest(rank_text, phases, console_descriptor, stop_seconds)
 
     def listen() -> None:
         """Handle each signal whose number arrives in the pipe, until the pipe is closed."""
         while received := os.read(read_end, 1):
-            if received[0] in SIGNALS:
+            if received[0] in STOP_SIGNALS:
                 stop.handle_signal(received[0])
 
     # A daemon thread does not keep the process alive after its main thread has ended.
@@ -509,7 +509,7 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
     try:
         yield stop
     finally:
-        signal.set_wakeup_fd(old_descriptor)
+        signal.set_wakeup_fd(old_wakeup_descriptor)
         for signal_number, handler in old_handlers.items():
             signal.signal(signal_number, handler)
         # Closing the pipe ends the listener.
@@ -523,16 +523,16 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
 
 
 def copy_code(job: Job) -> None:
-    """Copy the code that runs in contained processes into the run folder; later loads use the copy.
+    """Copy the user's code for sandboxed processes into the run folder; later imports use the copy.
 
-    Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
+    After a restart by the launcher, ranks use the copy from before the restart. Collective over the world.
     """
     files = _load_code_files(job) if job.is_main else None
     activate_copies(gather_objects(files)[0])
 
 
 def contained_functions(config: RunConfig) -> Iterator[str]:
-    """Yield the paths of the user's functions that run in sandboxed (contained) processes.
+    """Yield the paths of the user's functions that run in contained (sandboxed) processes.
 
     A path has the form ``module:name`` or ``file.py:name``.
     """
@@ -562,7 +562,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
     """
     folder = job.folder.code
     try:
-        used_copy = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
+        used_copy = (folder / CURRENT_COPY_FILE).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         used_copy = ""
 
@@ -582,7 +582,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
     resumes = _resumes_run(job.config, job.folder)
     if used_copy and used_copy != new_copy.name and resumes:
         job.print(f"warning: this run resumes with other code: {folder / used_copy} was used, now {new_copy}")
-    write_text(folder / CURRENT_CODE, new_copy.name + "\n")
+    write_text(folder / CURRENT_COPY_FILE, new_copy.name + "\n")
     return files
 
 

@@ -19,9 +19,9 @@ from megatron_rl.trainer.trackers import Trackers
 
 MAX_STEP_RANGES = 8
 """Maximum number of ranges that `format_step_ranges` lists."""
-PLAIN_SECONDS = 10.0
+PROGRESS_LINE_SECONDS = 10.0
 """Minimum seconds between two progress lines on a console that is not a terminal."""
-_LONGEST_CLOCK = 1e15
+_MAX_CLOCK_SECONDS = 1e15
 """From this number of seconds on, `format_clock` prints seconds instead of hours and minutes."""
 
 WIDTH = 100
@@ -64,10 +64,12 @@ def accuracy_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_health(values: Mapping[str, float]) -> list[str]:
-    """Return the console text about firing health rules, as a list of one text; empty if no rule fires.
+    """Return the column about firing health rules in a step's console line; an empty list if no rule fires.
 
-    The text has the name of the first firing rule and the number of further firing rules. ``values``: metrics
-    of the step.
+    The column has the name of the first firing rule and the number of further ones. ``values``: metrics of
+    the step.
+
+    Example: ``["unhealthy entropy and 2 more"]``.
     """
     prefix = "health/"
     firing_rules = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
@@ -181,8 +183,8 @@ class MetricsLog:
         os.fsync(self._file.fileno())
 
         if self._trackers is not None:
-            measurable = {name: value for name, value in stored_values.items() if value is not None}
-            self._trackers.write(self.phase, step, measurable)
+            finite_values = {name: value for name, value in stored_values.items() if value is not None}
+            self._trackers.write(self.phase, step, finite_values)
         if to_console:
             self.console.write(self.format_line(step, values) + "\n")
             self.console.flush()
@@ -242,7 +244,7 @@ class MetricsLog:
         lines, damaged = read_metric_lines(self.path)
         # A step that ran twice has two lines: retain the later one.
         line_by_step = {line["step"]: json.dumps(line) + "\n" for line in lines}
-        retained = [text for line_step, text in sorted(line_by_step.items()) if line_step <= step]
+        retained_lines = [text for line_step, text in sorted(line_by_step.items()) if line_step <= step]
         missing_steps = [line_step for line_step in range(1, step + 1) if line_step not in line_by_step]
         steps_beyond_end = [line_step for line_step in line_by_step if line_step > self.total_steps]
 
@@ -253,12 +255,12 @@ class MetricsLog:
                 reason = f"has lines up to step {max(steps_beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
             if steps_beyond_end or damaged:
-                copy = set_aside(self.path)
-                if copy is not None:
-                    warning += f"; a copy of the file is {copy.name}"
+                copy_path = set_aside(self.path)
+                if copy_path is not None:
+                    warning += f"; a copy of the file is {copy_path.name}"
             self.console.write(warning + "\n")
             self.console.flush()
-        write_text(self.path, "".join(retained))
+        write_text(self.path, "".join(retained_lines))
 
     def close(self) -> None:
         """Close the metrics file; the console and the trackers stay open."""
@@ -337,7 +339,7 @@ class Progress:
 
         # Lines of text accumulate in a log file, so print a line only every few seconds.
         now = time.monotonic()
-        if self.enabled and now - self._last_line_time >= PLAIN_SECONDS:
+        if self.enabled and now - self._last_line_time >= PROGRESS_LINE_SECONDS:
             self._last_line_time = now
             line = f"{self.title} {self._count}"
             if self.total is not None:
@@ -404,7 +406,7 @@ def redirect_output(path: Path, is_main: bool) -> Iterator[TextIO]:
 def format_clock(seconds: float) -> str:
     """Format seconds as a clock shows them: ``0:07``, ``12:34`` or ``1:02:03``."""
     # `not <` instead of `>=`, so that this branch handles NaN, too.
-    if not abs(seconds) < _LONGEST_CLOCK:
+    if not abs(seconds) < _MAX_CLOCK_SECONDS:
         return f"{seconds:.3g} s"
 
     minutes, second = divmod(round(seconds), 60)

@@ -243,18 +243,19 @@ def compute_log_probs(
     # Requests to a teacher's server run in a thread while the roles compute.
     pending_results: Future[TeacherResults] | None = None
     served_teacher = roles.served_teacher
-    rows_by_role = _rows_by_teacher(batch, roles, config)
+    rows_by_teacher = _rows_by_teacher(batch, roles, config)
     if served_teacher is not None:
-        served_rows = rows_by_role.get(served_teacher.name)
+        served_rows = rows_by_teacher.get(served_teacher.name)
         rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
         is_sender = learners.rank == learners.ranks[0]
         pending_results = served_teacher.start_requests(rollouts, is_sender)
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel. Each
-    # shard is stored with the row indices of its role; None means all rows.
+    # shard is stored with the indices of its rows, or None for all rows. Only teachers of some tasks have
+    # indices.
     shards: list[tuple[list[int] | None, RowShard]] = []
     for role in roles_to_run:
-        rows = rows_by_role.get(role.name)
+        rows = rows_by_teacher.get(role.name)
         if rows is None:
             shards.append((None, role.infer(batch.rollouts)))
         elif rows:
@@ -269,7 +270,7 @@ def compute_log_probs(
             _scatter_columns(columns, outputs, batch.rollouts.lengths, rows)
     if pending_results is not None:
         assert served_teacher is not None
-        served_rows = rows_by_role.get(served_teacher.name)
+        served_rows = rows_by_teacher.get(served_teacher.name)
         batch = _add_served_columns(batch, columns, pending_results.result(), served_rows, learners)
 
     # Store the outputs in the fields of `Scores`; the remaining outputs are extra columns.
@@ -296,7 +297,7 @@ def _rows_by_teacher(
     if roles.served_teacher is not None:
         default_teacher = roles.served_teacher.name
         teacher_names.append(default_teacher)
-    # The algorithm may not use any teacher.
+    # The configuration can have teachers that the algorithm does not use.
     if not teacher_names:
         return {}
 
@@ -403,8 +404,8 @@ def update_weights(
     """Update the critic's and the actor's weights, one optimizer step per mini-batch.
 
     Raises MismatchError, before the actor's first update, if the log-probs of actor and rollout engine differ
-    too much. The actor's log-probs come from `compute_log_probs`. If it skipped the actor, they come from the
-    actor's first forward pass here, before any update. Collective over the learners.
+    too much. If `compute_log_probs` has skipped the actor, this function computes the actor's log-probs in
+    the first forward pass, before any update. Collective over the learners.
     """
 
     def compare_with_engine(scores: Scores) -> None:
@@ -632,7 +633,8 @@ class Phases:
 
     ``current``: name of the innermost current phase.
     ``step``: number of the step, from 1; 0 before the first.
-    ``gather_stats``: cost of `ReplicaGroup.gather_rows` on this rank since the last call of `metrics`.
+    ``gather_stats``: bytes and seconds of `ReplicaGroup.gather_rows` on this rank since the last call of
+        `metrics`.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ def out_of_memory_error(
 
 def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
     """Format the memory that `check` estimates for a rank in a phase, with the estimate's largest items."""
-    # Phases of stages have other names, and use the memory of training.
+    # The estimate has no phases of stages: a stage uses as much memory as the updates of a step.
     estimated_phase = phase if phase in ("generate", "score") else "learn"
     try:
         layouts = role_layouts(config, device.world_size())

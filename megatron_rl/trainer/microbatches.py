@@ -19,9 +19,10 @@ _MIN_REPORTED_FRACTION = 0.95
 
 
 class MicroBatchControl:
-    """Controller that sets the tokens per micro-batch of all roles from the memory budget in the run's state.
+    """Controller of the number of tokens per micro-batch, which is the same for all roles.
 
-    Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
+    With `batch.memory_target`, the token budget in the run's state determines the number. Otherwise there is
+    no budget, and the number is constant.
     """
 
     def __init__(self, job: Job, roles: Roles, state: TrainerState) -> None:

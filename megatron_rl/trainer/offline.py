@@ -120,7 +120,7 @@ def _require_compatible_models(config: RunConfig, paths: Sequence[Path], hf_mode
             "evaluate it with a configuration that sets model.path to it",
         )
 
-    # A checkpoint with adapters is loaded into a model with adapters, a complete model into one without.
+    # Checkpoints with adapters need roles with adapters, and complete models need roles without adapters.
     if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
         raise UserError(
             "checkpoints with adapters and complete models cannot be evaluated by one command",
@@ -190,7 +190,7 @@ def format_metrics_table(model_names: Sequence[str], metrics: Sequence[Mapping[s
     headings, and a list above the table has the model of each number.
     """
     # The bounds of intervals are metrics, too, but are shown next to the metric to which they belong.
-    interval_suffixes = tuple(f"_{end}" for end in INTERVALS)
+    interval_suffixes = tuple(f"_{bound}" for bound in INTERVALS)
     metric_names = list(dict.fromkeys(name for values in metrics for name in values))
     metric_names = [name for name in metric_names if not name.endswith(interval_suffixes)]
 
@@ -216,7 +216,7 @@ def _format_with_interval(metric: str, values: Mapping[str, float]) -> str:
     if metric not in values:
         return "-"
     text = f"{values[metric]:.4f}"
-    bounds = [values[f"{metric}_{end}"] for end in INTERVALS if f"{metric}_{end}" in values]
+    bounds = [values[f"{metric}_{bound}"] for bound in INTERVALS if f"{metric}_{bound}" in values]
     if not bounds:
         return text
     low, high = bounds

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 HEALTH_SAMPLES = 4
 """Maximum number of samples that are shown for a health rule."""
 HEALTH_SAMPLES_READ = 10_000
-"""Maximum number of samples of a step from which those for a health rule are selected."""
+"""Maximum number of a step's samples that are searched for samples to show for a health rule."""
 HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 """Headings of the table of samples for a health rule."""
 PICTURE_DPI = 130
@@ -58,7 +58,7 @@ PART_OF = {
     "rows": "all phases that gather rows",
     "offload": "all phases with a model",
 }
-"""Phase -> phases whose time includes its time."""
+"""Phase -> larger phase that contains it: the time of ``generate``, for example, includes ``reshard``."""
 BETWEEN_STEPS = "between steps"
 """Cell of the column ``part of`` for the phases in `OUTSIDE_STEPS`."""
 
@@ -72,7 +72,7 @@ _NAMED_COMPONENTS = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SAMPLES = 2000
-"""Number of samples on a page, exceeded only if `MIN_SAMPLES_OF_A_STEP` of each file are more."""
+"""Maximum number of samples on a page, unless `MIN_SAMPLES_OF_A_STEP` samples of each file are more."""
 SAMPLES_OF_A_STEP = 32
 """Maximum number of samples that are shown of one file."""
 MIN_SAMPLES_OF_A_STEP = 4
@@ -82,12 +82,12 @@ MARKS = ("worst", "best", "longest", "invalid")
 MAX_TEXT_CHARACTERS = 4000
 """Maximum characters of a sample's text; the rest is cut off."""
 _MIN_TEXT_CHARACTERS = 200
-"""Maximum characters of a sample's text on the page of a run with many steps."""
+"""Lower bound of the maximum characters of a text: the maximum decreases with the number of files."""
 _PAGE_CHARACTERS = 24_000_000
 """Maximum characters of all sample texts on a page; determines the maximum of one text."""
-_COMPONENT = "component/"
+_COMPONENT_PREFIX = "component/"
 """Prefix of the columns in a samples file that contain the components of a reward."""
-TRAINING = "training"
+TRAINING_SET = "training"
 """Set name of the samples of training steps on the page; evaluation sets have their own names."""
 
 FINISH_REASONS = ("stop", "length", "failed")
@@ -453,20 +453,21 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
         time_metrics.update(name for name in line if name.startswith("time/"))
     seconds_by_phase: dict[str, list[float]] = {}
     for metric in sorted(time_metrics):
-        _, seconds_by_phase[metric.removeprefix("time/")] = metric_series(lines, metric)
+        _, seconds = metric_series(lines, metric)
+        seconds_by_phase[metric.removeprefix("time/")] = seconds
     step_seconds = seconds_by_phase.pop("step", [])
     step_total = sum(step_seconds)
 
     # A share is a fraction of the time of all steps. Stages do not measure the time of a step.
     phases: list[PhaseTime] = []
-    for name, values in seconds_by_phase.items():
-        if values:
+    for name, seconds in seconds_by_phase.items():
+        if seconds:
             has_share = bool(step_total) and name not in OUTSIDE_STEPS
-            share = sum(values) / step_total if has_share else None
+            share = sum(seconds) / step_total if has_share else None
             part_of = PART_OF.get(name, "")
             if name in OUTSIDE_STEPS:
                 part_of = BETWEEN_STEPS
-            phases.append(PhaseTime(name, sum(values), fmean(values), share, part_of))
+            phases.append(PhaseTime(name, sum(seconds), fmean(seconds), share, part_of))
     if step_total:
         phases.append(PhaseTime("whole steps", step_total, fmean(step_seconds), 1.0))
     return sorted(phases, key=lambda phase: (bool(phase.part_of), -phase.total))
@@ -581,7 +582,7 @@ def read_samples(
 ) -> tuple[list[dict[str, Any]], int]:
     """Return at most ``limit`` samples of a samples file, and the number of samples in the file.
 
-    ``kind``: "step" for a file of training samples, "eval_NAME" for the answers to an evaluation set.
+    ``kind``: "step" for a file of training samples, "eval_NAME" for the responses to an evaluation set.
     ``step``: step of the samples. ``max_characters``: maximum length of a text; longer texts are cut.
     """
     import pyarrow.parquet
@@ -620,23 +621,25 @@ def select_rows(
 ) -> dict[int, list[str]]:
     """Select at most ``limit`` rows of a samples file; return a dictionary of row index -> marks, ascending.
 
-    Each selected row has a list of `MARKS`, which may be empty. Marked rows, such as the row with the best
-    reward, are selected first, then the other rows of their groups. Up to the limit, further rows are added:
-    with ``spread`` every n-th row of the file, otherwise the file's first rows. In the files of an evaluation
-    set, the first rows have the same prompts in every step.
+    Each selected row has a list of `MARKS`, which may be empty. Rows with a mark, such as the row with the
+    best reward, are selected first, then the other rows of their groups. Further rows are added up to
+    ``limit``.
+
+    ``spread``: whether the further rows are every n-th row of the file, otherwise they are the first rows.
+        In the files of an evaluation set, the first rows have the same prompts in every step.
 
     Example:
         >>> select_rows([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 3, spread=True)
         {0: ['worst'], 1: ['best', 'longest'], 2: ['invalid']}
     """
     row_count = len(rewards)
-    valid = [row for row in range(row_count) if rewards[row] is not None]
-    with_length = [row for row in range(row_count) if lengths[row] is not None]
+    rows_with_reward = [row for row in range(row_count) if rewards[row] is not None]
+    rows_with_length = [row for row in range(row_count) if lengths[row] is not None]
     # Sorting is stable: of several rows with equal values, the first rows are selected.
     candidates_by_mark = {
-        "worst": sorted(valid, key=lambda row: rewards[row] or 0.0),
-        "best": sorted(valid, key=lambda row: -(rewards[row] or 0.0)),
-        "longest": sorted(with_length, key=lambda row: -(lengths[row] or 0.0)),
+        "worst": sorted(rows_with_reward, key=lambda row: rewards[row] or 0.0),
+        "best": sorted(rows_with_reward, key=lambda row: -(rewards[row] or 0.0)),
+        "longest": sorted(rows_with_length, key=lambda row: -(lengths[row] or 0.0)),
         "invalid": [row for row in range(row_count) if rewards[row] is None],
     }
 
@@ -695,12 +698,12 @@ def _round_finite(value: float | None) -> float | None:
 
 
 def _set_name(kind: str) -> str:
-    """Return the set name of a file's samples: `TRAINING`, or the name of an evaluation set.
+    """Return the set name of a file's samples: `TRAINING_SET`, or the name of an evaluation set.
 
-    ``kind``: "step" for a file of training samples, "eval_NAME" for the answers to an evaluation set.
+    ``kind``: "step" for a file of training samples, "eval_NAME" for the responses to an evaluation set.
     """
     if kind == "step":
-        return TRAINING
+        return TRAINING_SET
     return kind.removeprefix("eval_")
 
 
@@ -712,9 +715,9 @@ def _format_sample(
     if finish is not None:
         finish = FINISH_REASONS[finish]
     components = {
-        name.removeprefix(_COMPONENT): _round_finite(value)
+        name.removeprefix(_COMPONENT_PREFIX): _round_finite(value)
         for name, value in row.items()
-        if name.startswith(_COMPONENT)
+        if name.startswith(_COMPONENT_PREFIX)
     }
 
     return {

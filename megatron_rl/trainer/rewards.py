@@ -93,7 +93,7 @@ class ScoredBatch:
                 num_dropped += 1
         return num_dropped
 
-    def require_kept_rows(self, step: int) -> None:
+    def require_unfiltered_rows(self, step: int) -> None:
         """Raise UserError if filters dropped every row of the step, so that no row can be trained on."""
         if not self.reasons or self._num_dropped < len(self.reasons):
             return
@@ -175,15 +175,15 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     failures = rewards.failures
     # ReMax: the reward of the greedy response is the baseline of all samples of its prompt.
     if sampled.greedy is not None:
-        baseline = compute_row_rewards(roles, sampled.prompts, sampled.greedy, learners)
-        lengths = tokens_toward_limit(sampled.greedy)
+        greedy_rewards = compute_row_rewards(roles, sampled.prompts, sampled.greedy, learners)
+        greedy_lengths = tokens_toward_limit(sampled.greedy)
         scores = replace(
             scores,
-            baseline_rewards=baseline.scores.rewards.repeat_interleave(samples_per_prompt),
-            baseline_lengths=lengths.repeat_interleave(samples_per_prompt),
+            baseline_rewards=greedy_rewards.scores.rewards.repeat_interleave(samples_per_prompt),
+            baseline_lengths=greedy_lengths.repeat_interleave(samples_per_prompt),
         )
-        metrics = metrics + baseline.metrics
-        failures = failures + baseline.failures
+        metrics = metrics + greedy_rewards.metrics
+        failures = failures + greedy_rewards.failures
 
     return ScoredBatch(
         prompts,
@@ -284,8 +284,8 @@ def compute_row_rewards(
 def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
     """Record for each prompt whether the rewards of its group were all equal, for `data.uniform_share`.
 
-    A group with a failed reward is not recorded, since that reward might have differed. ``batch`` has the
-    rows of all ranks, so that all ranks record the same.
+    A group with a failed reward is not recorded, since this reward could have differed from the others.
+    ``batch`` has the rows of all ranks, so that all ranks record the same groups.
     """
     group = batch.rollouts.group
     informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
@@ -297,17 +297,18 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
 
 
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
-    """Return metrics of the training data: prompts, mean reward and epoch per source, and the curriculum.
+    """Return the metrics ``curriculum/*``, and the prompts, mean reward and epoch of each data source.
 
-    ``batch``: rows of all ranks; without a batch the result is empty. See `data.uniform_share` for the
-    curriculum. If `data.train` is a single source, there are no metrics per source.
+    The curriculum metrics (`data.uniform_share`) are the fraction of prompts whose responses had equal
+    rewards, and the fraction of prompts that the epoch skips. If `data.train` is a single source, only the
+    curriculum metrics are returned. ``batch``: rows of all ranks; without a batch the result is empty.
     """
     metrics = Metrics()
     if batch is not None:
-        for suffix, (uniform, skipped) in prompts.uniform_fractions().items():
+        for suffix, (uniform_fraction, skipped_fraction) in prompts.uniform_fractions().items():
             metrics += Metrics.of({
-                f"curriculum/uniform{suffix}": uniform,
-                f"curriculum/skipped{suffix}": skipped,
+                f"curriculum/uniform{suffix}": uniform_fraction,
+                f"curriculum/skipped{suffix}": skipped_fraction,
             })  # fmt: skip
     if batch is None or isinstance(prompts, PromptSource):
         return metrics
@@ -398,7 +399,7 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
         return rounds[0]
 
     metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
-    batch = keep_informative(
+    batch = select_informative_groups(
         concatenate_batches(rounds),
         config.batch.prompts_per_step,
         fallback=rounds[0],
@@ -413,7 +414,7 @@ def count_informative(batch: ScoredBatch) -> tuple[int, int]:
     return count_groups(informative, group), len(torch.unique(group))
 
 
-def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
+def select_informative_groups(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
     """Return a batch of at most ``group_count`` informative groups, in the order of sampling.
 
     If no group is informative, returns the rows of ``fallback``. The returned batch has the metrics and
@@ -558,11 +559,11 @@ class FailureWatch:
             return
 
         # Report the most common reason, which the user should fix first, with the message of one failure.
-        most_common = NO_RESPONSE
+        most_common_reason = NO_RESPONSE
         if reasons:
-            most_common = reasons.most_common(1)[0][0]
-        observed = f"most often: {most_common}"
-        messages = [failure.message for failure in examples if failure.reason == most_common]
+            most_common_reason = reasons.most_common(1)[0][0]
+        observed = f"most often: {most_common_reason}"
+        messages = [failure.message for failure in examples if failure.reason == most_common_reason]
         if messages and messages[0]:
             observed += f"\n{last_lines(messages[0], MAX_MESSAGE_CHARACTERS)}"
         raise UserError(

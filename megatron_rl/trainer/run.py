@@ -51,7 +51,7 @@ from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
     make_evaluation_sets,
-    reward_answers,
+    reward_responses,
 )
 from megatron_rl.trainer.health import HealthMonitor
 from megatron_rl.trainer.job import Job, Stopped, copy_code, open_job
@@ -110,15 +110,15 @@ def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
 
 @dataclass
 class RunStep:
-    """One step of a run, which `Training.steps` yields and its caller must execute."""
+    """Step of a run: `Training.steps` yields it, and the caller of `steps` executes it."""
 
     number: int
     """Number of the step, from 1."""
     sets: Sequence[EvaluationSet]
-    """Evaluation sets to sample during the step, to evaluate the weights after the previous step."""
+    """Sets of a deferred evaluation of the previous step: responses to them are sampled in this step."""
     result: StepResult | None = None
     """Result of the step, set by the caller; None on ranks that only sample."""
-    answers: list[Rollouts] = field(default_factory=list)
+    responses: list[Rollouts] = field(default_factory=list)
     """Responses to ``sets``, set by the caller."""
 
 
@@ -169,7 +169,7 @@ class Training:
                 log=job.print,
                 show_part=progress.show_part,
             )
-        self._warn_of_missing_containment()
+        self._warn_of_unenforced_limits()
 
         # Metrics of the weight sync for the engine check, which are reported with the first line of metrics.
         self._first_sync_metrics = Metrics()
@@ -214,7 +214,7 @@ class Training:
             self._write_checkpoint,
         )
 
-    def _warn_of_missing_containment(self) -> None:
+    def _warn_of_unenforced_limits(self) -> None:
         """Print the limits of reward and environment processes that this machine cannot enforce."""
         for limit in self.roles.reward.unenforced_limits:
             self.job.print(f"warning: reward workers are not contained here: {limit}")
@@ -230,10 +230,10 @@ class Training:
     def steps(self) -> Generator[RunStep]:
         """Restore a checkpoint or run the stages, yield the remaining steps, and write model and report.
 
-        After the caller has executed a step, this writes its metrics and samples, evaluates and saves.
-        Collective over the world.
+        After the caller has executed a step, the generator writes the step's metrics and samples, evaluates
+        and saves. Collective over the world.
         """
-        # Checkpoints of the run are only saved after its stages.
+        # Checkpoints of the run are only saved after its stages, so a resumed run has completed them.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
         else:
@@ -251,7 +251,7 @@ class Training:
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record_metrics(log, 0, self._evaluate(0, self.sets))
 
-        # Checkpoints do not contain the answers of a deferred evaluation: run a restored evaluation again.
+        # Checkpoints do not contain the responses of a deferred evaluation: run a restored evaluation again.
         self._run_deferred_evaluation(log)
         try:
             with self.job.stop.defer_stops():
@@ -363,7 +363,8 @@ class Training:
 
     def _run_stages(self) -> None:
         """Run the stages before reinforcement learning that are not completed. Collective over the world."""
-        # Iterate over all plans, since completed stages also count as versions and may have old checkpoints.
+        # Iterate over completed stages, too: they increment the weight version, and an earlier job may have
+        # ended before it deleted their checkpoints.
         plans = stage_plans(self.config)
         pending_keys = [plan.where for plan in self.pending_stages]
         data_by_key = dict(zip(pending_keys, self.stage_data, strict=True))
@@ -389,8 +390,8 @@ class Training:
     def _run_step(self, step: RunStep) -> None:
         """Execute a step of the configured algorithm.
 
-        An asynchronous run also samples answers to the evaluation sets ``step.sets``. In other runs there are
-        no such sets. Collective over the world.
+        An asynchronous run also samples responses to the evaluation sets ``step.sets``. In a synchronous run
+        ``step.sets`` is empty. Collective over the world.
         """
         if self.ahead_batches is not None:
             self.ahead_batches.sets = step.sets
@@ -405,7 +406,7 @@ class Training:
             self.phases,
         )
         if self.ahead_batches is not None:
-            step.answers = self.ahead_batches.answers
+            step.responses = self.ahead_batches.responses
 
     def _end_step(
         self,
@@ -424,7 +425,7 @@ class Training:
         deferred = self.state.deferred
         if deferred is not None:
             with self.phases("evaluate"):
-                results = reward_answers(self.roles, step.sets, step.answers)
+                results = reward_responses(self.roles, step.sets, step.responses)
             evaluation_metrics = self.samples.store_evaluation(deferred.step, results)
             self._record_metrics(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
@@ -506,7 +507,7 @@ class Training:
         ``reasons``, ``examples``: failed rewards of all ranks, from `SampleWriter.store_step`.
         """
         if result is not None and result.batch is not None and self.job.is_main:
-            result.batch.require_kept_rows(step)
+            result.batch.require_unfiltered_rows(step)
             self.failures.check(step, result.batch.failed_fraction, reasons, examples)
 
     def _save_if_scheduled(self, step: int, is_best: bool) -> None:
@@ -611,7 +612,7 @@ class Training:
             self._record_metrics(log, deferred.step, deferred.metrics + evaluation_metrics)
 
     def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
-        """Evaluate the current weights and store the answers. Collective over the world."""
+        """Evaluate the current weights and store the responses. Collective over the world."""
         with self.phases("evaluate"):
             results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
         metrics = self.samples.store_evaluation(step, results)

@@ -49,11 +49,11 @@ from megatron_rl.types import (
     turn_starts,
 )
 
-_RENDEZVOUS = itertools.count(1)
-"""Numbers of the generation rounds in the open order, in which responses are trained on as they finish.
+_RENDEZVOUS_NUMBERS = itertools.count(1)
+"""Numbers of the `Rendezvous` that end generation rounds with `rollout.order: open`.
 
-There is one counter per process for all sources, since all use the same store of the job. All ranks run the
-same rounds, so their counters are equal.
+All sources of a process use one counter, since their rendezvous use the same key-value store of the job. All
+ranks run the same rounds, so their counters are equal.
 """
 
 
@@ -215,9 +215,9 @@ class RolloutSource:
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
         """Return metrics of a generation round, which depend on `rollout.order`.
 
-        Closed order: ``rollout/rounds``, the number of token rounds. Open order, without token rounds:
-        ``rollout/due``, the number of groups that had to finish, and ``rollout/complete``, the number of
-        finished groups in the buffer.
+        The closed order has ``rollout/rounds``, the number of token rounds. The open order has no token
+        rounds. Its metrics are ``rollout/due``, the number of groups that had to finish in this round, and
+        ``rollout/complete``, the number of finished groups in the buffer.
         """
         if generation_round.rendezvous is None:
             sequence_rounds = new_tokens.shard.values["round"]
@@ -298,7 +298,7 @@ class RolloutSource:
             required,
             prompt_count,
             version,
-            rendezvous=next(_RENDEZVOUS),
+            rendezvous=next(_RENDEZVOUS_NUMBERS),
         )
 
     def _take_waiting_groups(self, count: int) -> list[SequenceGroup]:
@@ -468,11 +468,11 @@ def refill_filtered_rows(
         rollouts = _replace_rows(rollouts, removed_rows, responses)
         num_refilled += len(removed_rows)
 
-        # Drop the verdicts and early rewards of the replaced rows; retain them for the other rows.
+        # Drop the filter results and early rewards of the replaced rows; retain them for the other rows.
         early_rewards[FILTERS] = filtered.verdicts(range(row_count))
-        for scorer, answers in early_rewards.items():
+        for scorer, result_by_row in early_rewards.items():
             early_rewards[scorer] = {
-                row: answer for row, answer in answers.items() if row not in filtered.names
+                row: result for row, result in result_by_row.items() if row not in filtered.names
             }
 
     metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(row_count))

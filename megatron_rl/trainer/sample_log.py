@@ -44,7 +44,7 @@ class SampleWriter:
         self._warned_of_unused_scorers = False
 
     def store_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
-        """Store the answers of an evaluation, print the failures of all ranks and return the metrics.
+        """Store the responses of an evaluation, print the failures of all ranks and return the metrics.
 
         Collective over the world.
         """
@@ -144,7 +144,7 @@ class SampleWriter:
             self.job.trackers.write_samples(kind, step, columns)
 
     def _common_columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
-        """Return the columns that tables of training samples and evaluation answers share: name -> values."""
+        """Return the columns that training and evaluation samples have in common: name -> values."""
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
@@ -166,7 +166,7 @@ def write_rollouts(
 ) -> Path:
     """Write a table of samples to ``rollouts/KIND_STEP.parquet`` of the run folder; return the file's path.
 
-    ``kind``: "step" for training samples, "eval_NAME" for the answers to an evaluation set.
+    ``kind``: "step" for training samples, "eval_NAME" for the responses to an evaluation set.
     Only the first ``limit`` rows are written, or all for None. A column whose values have no common Parquet
     type is stored as JSON text.
     """
@@ -188,7 +188,8 @@ def write_rollouts(
             array = pyarrow.array(written_values)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             array = pyarrow.array([json.dumps(value, default=str) for value in written_values])
-        # A column with only None, such as the failures of a good step, is text in the files of other steps.
+        # Without a value, the type is unknown. Such a column, for example the failures of a step without
+        # failures, is a text column in the files of other steps, so store it as text here, too.
         if pyarrow.types.is_null(array.type):
             array = array.cast(pyarrow.string())
         arrays[name] = array

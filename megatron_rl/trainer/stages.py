@@ -66,8 +66,8 @@ from megatron_rl.trainer.microbatches import announce_split_passes
 from megatron_rl.trainer.state import Checkpoints, save_for_megatron
 from megatron_rl.types import TrainBatch
 
-PAIR = 2
-"""Rows of a preference pair: the chosen and the rejected response, always in the same micro-batch."""
+ROWS_PER_PAIR = 2
+"""Number of rows of a preference pair, the chosen and the rejected response: both are in one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def make_stage(
             role,
             data,
             partial(preference_objective, loss_settings),
-            options={"rows_per_unit": PAIR},
+            options={"rows_per_unit": ROWS_PER_PAIR},
             needs_reference=settings.loss != "simpo",
             at_end=at_end,
         )
@@ -209,7 +209,7 @@ def make_stage(
     # A reward model's output at a token is the reward of the text up to this token, not a prediction of the
     # next token.
     title = f"reward model {plan.name.removeprefix('reward_')}"
-    options = {"rows_per_unit": PAIR, "from_previous_token": False}
+    options = {"rows_per_unit": ROWS_PER_PAIR, "from_previous_token": False}
     return Stage(
         plan,
         title,
@@ -332,11 +332,11 @@ def set_damaged_models_aside(job: Job) -> None:
 
 
 def run_stage(stage: Stage, job: Job) -> None:
-    """Train the stage's role, from the stage's newest checkpoint if there is one, and write its model.
+    """Train the stage's role, and write the trained model as a Hugging Face checkpoint.
 
-    The model is a Hugging Face checkpoint that is written atomically: a stage is complete if its model folder
-    exists. If the role already has an optimizer for the run, the optimizer's float32 weights are set to the
-    trained weights. Collective over the world.
+    The training resumes from the stage's newest checkpoint, if there is one. The model is written atomically:
+    a stage is complete if its model folder exists. If the role already has the optimizer of the run, the
+    float32 weights of this optimizer are set to the trained weights. Collective over the world.
     """
     role = stage.role
     plan = stage.plan
@@ -483,7 +483,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
 
-        while step < data.steps and not _has_reached(loss_target, loss):
+        while step < data.steps and not _has_reached_target(loss_target, loss):
             batch, data_state = next(batches)
             step += 1
             job.phases.step = step
@@ -506,7 +506,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
 
             checkpoints.finish_if_written()
             is_last = step == data.steps
-            if is_last and loss_target is not None and not _has_reached(loss_target, loss):
+            if is_last and loss_target is not None and not _has_reached_target(loss_target, loss):
                 # The stage will fail, but a user can resume it from here with more steps.
                 with job.phases("checkpoint"):
                     checkpoints.save_final(step)
@@ -524,7 +524,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     return step
 
 
-def _has_reached(target: float | None, loss: float | None) -> bool:
+def _has_reached_target(target: float | None, loss: float | None) -> bool:
     """Return whether a held-out loss has reached its stage's target; False without a target or a loss."""
     return target is not None and loss is not None and loss <= target
 
@@ -533,7 +533,7 @@ def _require_target_loss(stage: Stage, loss: float | None) -> None:
     """Raise UserError if a stage has ended with a held-out loss above its `until_loss`."""
     plan = stage.plan
     target = plan.settings.until_loss
-    if _has_reached(target, loss):
+    if _has_reached_target(target, loss):
         return
     raise UserError(
         f"the {stage.title} did not reach its target loss",

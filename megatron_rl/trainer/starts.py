@@ -25,9 +25,9 @@ from megatron_rl.launcher import CONSOLE_SCRIPT
 from megatron_rl.redaction import HIDDEN, is_secret
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""Folder of this package, which has a revision if it is a checkout."""
+"""Folder of this package; it has a git revision if the package runs from a git checkout."""
 _GIT_SECONDS = 10.0
-"""Maximum seconds that git may take, which reads every changed file."""
+"""Time limit of a git command in seconds: git reads every changed file, which can take long."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from megatron_rl.types import (
     SamplingParameters,
 )
 
-TYPES = (
+STATE_TYPES = (
     PromptBatch,
     Rollouts,
     SamplingParameters,
@@ -181,7 +181,7 @@ class TrainerState:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
                 rollout_policy.capture_weights(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
-            state = checkpoint.load_checkpoint(path, trained_roles, TYPES, trusted=trusted)
+            state = checkpoint.load_checkpoint(path, trained_roles, STATE_TYPES, trusted=trusted)
 
         # Without stored rollout weights, the next responses are sampled from the actor's weights.
         rollout_policy.version = None

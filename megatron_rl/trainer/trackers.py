@@ -25,7 +25,7 @@ CLOSING_SECONDS = 60.0
 """Seconds to wait for queued calls at the end of a complete job."""
 FAILING_SECONDS = 5.0
 """Seconds to wait for queued calls at the end of a job that ends by an exception."""
-_EVENTS = "events.out.tfevents."
+_EVENT_FILE_PREFIX = "events.out.tfevents."
 """Prefix of the names of TensorBoard's event files; the creation time in seconds follows the prefix."""
 
 Columns = Mapping[str, Sequence[Any]]
@@ -494,10 +494,10 @@ def _rename_event_files_if_newer(events_folder: Path) -> None:
     TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
     set back, and two runs can start in the same second.
     """
-    event_files = sorted(events_folder.glob(_EVENTS + "*"))
-    if not event_files or event_files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
+    event_files = sorted(events_folder.glob(_EVENT_FILE_PREFIX + "*"))
+    if not event_files or event_files[-1].name < f"{_EVENT_FILE_PREFIX}{int(time.time()):010d}":
         return
 
     for number, file in enumerate(event_files):
-        suffix = file.name.removeprefix(_EVENTS).partition(".")[2]
-        file.rename(file.with_name(f"{_EVENTS}{number:010d}.{suffix}"))
+        suffix = file.name.removeprefix(_EVENT_FILE_PREFIX).partition(".")[2]
+        file.rename(file.with_name(f"{_EVENT_FILE_PREFIX}{number:010d}.{suffix}"))

@@ -16,7 +16,7 @@ import yaml
 from test_roles import grpo, metrics
 
 from megatron_rl.checkpoint.roles import _read_file
-from megatron_rl.trainer.state import TYPES
+from megatron_rl.trainer.state import STATE_TYPES
 from tests.readme_metrics import unwritten
 
 DELAYED = Path(__file__).parent / "workers/delayed_train.py"
@@ -146,7 +146,7 @@ def test_the_open_order_loses_no_prompt_and_learns_from_none_twice(fork, materia
         assert all(line["staleness/max"] <= 3 for line in lines)
         assert any(line["rollout/carried"] + line["rollout/not_begun"] > 0 for line in lines)
         for step in (3, 5):
-            state = _read_file(folder / f"run/checkpoints/step_{step}/state.pt", TYPES)["state"]
+            state = _read_file(folder / f"run/checkpoints/step_{step}/state.pt", STATE_TYPES)["state"]
             started, waiting = state["rollouts"]["started"], state["rollouts"]["waiting"]
             kept = [batch["prompts"] for batch in state["queue"]]
             kept += [] if started is None else [started["prompts"]]

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megatron_rl.checkpoint.roles import _read_file
 from megatron_rl.config.checkpoint_meta import fits_any_layout, read_meta
-from megatron_rl.trainer.state import TYPES
+from megatron_rl.trainer.state import STATE_TYPES
 from tests.readme_metrics import unwritten
 
 FIRST = "num_layers_in_first_pipeline_stage"
@@ -227,7 +227,7 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     kept = (tmp_path / "parted/run/checkpoints").iterdir()
     kept = {path.name: fits_any_layout(read_meta(path)) for path in kept}
     assert set(kept) == {"step_2", "step_4"} and all(kept.values()), "any layout reads shards by their index"
-    state = _read_file(tmp_path / "parted/run/checkpoints/step_2/state.pt", TYPES)["state"]
+    state = _read_file(tmp_path / "parted/run/checkpoints/step_2/state.pt", STATE_TYPES)["state"]
     assert state["held"]["sets"] == ("held_out",), "it is answered beside step 3"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
     again = fork("megatron_rl", 3, "train", parted, *teaches, module=True)

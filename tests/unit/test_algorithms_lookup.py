@@ -221,7 +221,7 @@ def test_written_pieces_of_every_name_are_the_same_pieces():
             reloaded = load_text(dump(written)).valid()
             again = get_algorithm("ppo", {key: getattr(reloaded.algorithm, key)}, max_response_tokens=8)
             # YAML has lists where the tables have tuples.
-            assert to_plain(getattr(again, key)) == to_plain(piece.within(8)), (key, name)
+            assert to_plain(getattr(again, key)) == to_plain(piece.with_response_limit(8)), (key, name)
             assert f"algorithm.{key}" not in reasons
 
 

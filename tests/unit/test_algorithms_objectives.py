@@ -106,7 +106,7 @@ def weight_reference(counts: list[int], denominators: list[int], mode: str) -> l
 @given(batches())
 def test_aggregation(mode, batch):
     counts = [sum(mask) for mask in batch.masks]
-    aggregation = AGGREGATIONS[mode].within(50)
+    aggregation = AGGREGATIONS[mode].with_response_limit(50)
     got = aggregation.loss_weights(batch.mask, batch.lengths)
     assert got.dtype == torch.float32 and (got[~batch.mask] == 0).all()
     close(got[batch.mask], [w for row in weight_reference(counts, counts, mode) for w in row], 1e-6)

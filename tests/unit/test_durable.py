@@ -42,7 +42,7 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.trainer.state import TYPES, Best, TrainerState
+from megatron_rl.trainer.state import STATE_TYPES, Best, TrainerState
 
 STATE_DIGESTS = {2: "cb969db6"}
 """Digest of what says which state is saved, by its number."""
@@ -226,7 +226,7 @@ def test_a_change_of_the_state_raises_its_format() -> None:
         TrainerState,
     )
     bodies = [" ".join(map(ast.unparse, _function(one.state_dict).body[1:])) for one in saved_by]
-    fields = [f"{one.__name__} {list(one.__annotations__)}" for one in (*TYPES, Best, SampledBatch)]
+    fields = [f"{one.__name__} {list(one.__annotations__)}" for one in (*STATE_TYPES, Best, SampledBatch)]
     digest = hashlib.sha256("\n".join(bodies + fields).encode()).hexdigest()[:8]
     assert digest == STATE_DIGESTS[STATE_FORMAT], (
         f"raise STATE_FORMAT where old checkpoints would be misread; its digest is {digest}"

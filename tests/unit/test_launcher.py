@@ -84,7 +84,7 @@ def test_a_signal_that_slurm_and_torchrun_both_send_is_one_request(monkeypatch: 
     ended.clear()
     with handle_stop_signals("rank 0", Phases(), 60.0) as stop, stop.defer_stops():
         monkeypatch.setattr(stop, "_end_after_signal", ended.append)
-        monkeypatch.setattr("megatron_rl.trainer.job.ECHO_SECONDS", 0.0)
+        monkeypatch.setattr("megatron_rl.trainer.job.REPEATED_SIGNAL_SECONDS", 0.0)
         stop.handle_signal(signal.SIGUSR1)
         stop.handle_signal(signal.SIGUSR1)
     assert ended == [signal.SIGUSR1], "later it is a second request"

@@ -228,7 +228,7 @@ def test_config_is_replaced_whole(folder: RunFolder) -> None:
 
 
 def test_progress_prints_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(logging, "PROGRESS_LINE_SECONDS", 0.0)
     console = io.StringIO()
     with Progress("loading", 3, console=console) as progress:
         progress.advance(note="layer 0")

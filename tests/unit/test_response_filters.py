@@ -170,13 +170,13 @@ def test_dropped_rows_are_no_failures_of_a_step_but_for_all_of_them() -> None:
     reasons: tuple[str | None, ...] = ("exception: 9", "filtered: min_tokens", None)
     batch = ScoredBatch(prompts, rollouts, Scores(rewards, rewards.isfinite(), {}), reasons)
     assert batch.failed_fraction == pytest.approx(1 / 3)
-    batch.require_kept_rows(3)
+    batch.require_unfiltered_rows(3)
 
     nothing = Scores(torch.full((3,), math.nan), torch.zeros(3, dtype=torch.bool), {})
     batch = replace(batch, scores=nothing, reasons=("filtered: min_tokens",) * 2 + ("filtered: banned",))
     assert batch.failed_fraction == 0
     with pytest.raises(UserError, match="removed every response") as raised:
-        batch.require_kept_rows(3)
+        batch.require_unfiltered_rows(3)
     assert "2 filtered: min_tokens, 1 filtered: banned" in str(raised.value)
 
 
