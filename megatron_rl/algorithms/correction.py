@@ -172,10 +172,14 @@ class Correction(Piece):
     ) -> Tensor:
         """Compute truncated importance weights per token: [N], 1 outside the mask.
 
-        ``level`` selects the ratio of a token. It is the token's rho for ``token``, the product of rho over
-        the response for ``sequence`` (``exp(clamp(sum log rho, +-20))``), and the geometric mean of rho over
-        the response for ``geometric``. In truncated importance sampling the ratio is clamped to [``floor``,
-        ``threshold``]. With ``band`` (lo, hi), IcePop, a ratio outside the band gives weight 0.
+        ``level`` selects the ratio of a token:
+
+        - ``token``: the token's rho
+        - ``sequence``: the product of rho over the response, ``exp(clamp(sum log rho, +-20))``
+        - ``geometric``: the geometric mean of rho over the response
+
+        In truncated importance sampling the weight is the ratio, clamped to [``floor``, ``threshold``]. In
+        IcePop, with ``band`` (lo, hi), the weight is the ratio inside the band and 0 outside.
 
         Example:
             >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
@@ -250,9 +254,9 @@ def rejection_mask(
         if measure not in REJECTION_MEASURES:
             raise ValueError(f"unknown measure {measure!r}; known: {', '.join(REJECTION_MEASURES)}")
         reduction, divergence = measure.rsplit("_", 1)
-        reduced = _reduce_divergence(divergences[divergence], mask, lengths, reduction)
+        reduced_divergence = _reduce_divergence(divergences[divergence], mask, lengths, reduction)
         low, high = rejection_limits(divergence, limit)
-        accepted &= (reduced >= low) & (reduced <= high)
+        accepted &= (reduced_divergence >= low) & (reduced_divergence <= high)
 
     return accepted
 

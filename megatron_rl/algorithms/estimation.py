@@ -71,8 +71,8 @@ def build_train_batch(
     if algorithm.needs_teacher and not algorithm.distillation.top_tokens:
         advantages = advantages + _teacher_advantages(scores, algorithm, valid_mask, old_log_probs)
     if algorithm.overlong.filter:
-        complete = rollouts.finish_reason != FINISH_LENGTH
-        train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
+        is_complete = rollouts.finish_reason != FINISH_LENGTH
+        train_mask = train_mask & broadcast_rows(is_complete, rollouts.lengths)
 
     policy_mask, entropy_metrics = _select_top_entropy(scores, algorithm, train_mask)
     metrics += entropy_metrics
@@ -411,9 +411,11 @@ def step_metrics(
 ) -> Metrics:
     """Compute a step's ``reward/*``, ``response/*``, ``group/*``, ``advantage/*`` and ``critic/*`` metrics.
 
-    ``reward/mean`` averages raw rewards, and ``reward/shaped_mean`` rewards after shaping and penalties.
-    ``group/*`` are the fraction of prompts with equal raw rewards, the mean standard deviation within a
-    prompt's samples, and the fraction of prompts with a failed sample. The result is the same on every rank.
+    ``reward/mean`` is the mean of raw rewards, before shaping and penalties. ``reward/shaped_mean`` is the
+    mean after them.
+    ``group/*`` are the fraction of prompts whose samples have equal raw rewards, the mean standard deviation
+    of a prompt's rewards, and the fraction of prompts with a failed sample. The result is the same on every
+    rank.
     """
     valid = inputs.valid
     valid_count = int(valid.sum())
@@ -469,13 +471,13 @@ def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
     std = statistics.std[first_rows]
 
     # Rewards can differ only in groups with two or more valid samples.
-    comparable = valid_counts > 1
-    comparable_count = int(comparable.sum())
-    equal = comparable & (std == 0)
+    is_comparable = valid_counts > 1
+    comparable_count = int(is_comparable.sum())
+    is_equal = is_comparable & (std == 0)
     has_failure = valid_counts < torch.bincount(group_index, minlength=group_count)
 
-    metrics = Metrics.mean("group/zero_std_fraction", int(equal.sum()), comparable_count)
-    metrics += Metrics.mean("group/reward_std", float(std[comparable].sum()), comparable_count)
+    metrics = Metrics.mean("group/zero_std_fraction", int(is_equal.sum()), comparable_count)
+    metrics += Metrics.mean("group/reward_std", float(std[is_comparable].sum()), comparable_count)
     metrics += Metrics.mean("group/failed_sample_fraction", int(has_failure.sum()), group_count)
     return metrics
 
@@ -491,7 +493,7 @@ def _response_metrics(
         return Metrics()
 
     lengths = batch.response_counts[valid].double()
-    truncated = (rollouts.finish_reason == FINISH_LENGTH)[valid]
+    is_truncated = (rollouts.finish_reason == FINISH_LENGTH)[valid]
 
     # Response tokens before and after rejection and the overlong filter.
     token_count = int(batch.response_counts.sum())
@@ -499,7 +501,7 @@ def _response_metrics(
 
     metrics = Metrics.mean("response/length", float(lengths.sum()), valid_count)
     metrics += Metrics.maximum("response/length_max", float(lengths.max()))
-    metrics += Metrics.mean("response/truncated_fraction", int(truncated.sum()), valid_count)
+    metrics += Metrics.mean("response/truncated_fraction", int(is_truncated.sum()), valid_count)
     metrics += Metrics.mean("response/trained_fraction", train_count, token_count)
     return metrics
 

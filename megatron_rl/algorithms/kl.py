@@ -248,8 +248,8 @@ class ReverseKl(Distillation):
     """Reverse KL to the teacher on the actor's own samples, as an advantage of each token.
 
     ``coef (log p_teacher - log p_actor)`` of the sampled token, which is minus the k1 estimate of
-    KL(actor || teacher). As the advantage of an undiscounted policy gradient, it gives the gradient of the
-    next token's KL in expectation, averaged over the prefixes that the actor samples.
+    KL(actor || teacher). With this advantage and without discount, the expected policy gradient is the
+    gradient of the next token's KL, averaged over the prefixes that the actor samples.
 
     Source: On-policy distillation, thinkingmachines.ai/blog/on-policy-distillation (2025); per-token reverse
     KL on own samples: MiniLLM, arXiv:2306.08543, and GKD, arXiv:2306.13649.
@@ -364,9 +364,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 
     - ``k1`` (``kl``): x; ``abs``: ``|x|``; ``k2`` (``mse``): ``x^2 / 2``
     - ``k3`` (``low_var``, ``low_var_kl``): ``exp(-x) - 1 + x`` with -x clamped to +-20, the result to +-10
-    - a trailing ``+`` (``k3+``) combines the value of the estimator with the gradient of k2, which in
-      expectation is the gradient of the true KL. The gradient of k1 is 0 in expectation, and the gradient of
-      k3 is biased.
+    - a trailing ``+`` (``k3+``) combines the value of the estimator with the gradient of k2. In expectation,
+      the gradient of k2 is the gradient of the true KL, the gradient of k1 is 0, and the gradient of k3 is
+      biased.
 
     k1 and k3 are unbiased (k3 up to its clamp); k3 has the smaller variance and is never negative.
 

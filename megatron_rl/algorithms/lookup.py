@@ -140,9 +140,9 @@ def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
     log-probs before the loss, and for a train step with random layers.
     """
-    updates = config.batch.optimizer_steps * config.batch.epochs
-    if updates > 1:
-        return f"each batch has {updates} optimizer steps, and only the first has the old weights"
+    num_updates = config.batch.optimizer_steps * config.batch.epochs
+    if num_updates > 1:
+        return f"each batch has {num_updates} optimizer steps, and only the first has the old weights"
 
     if algorithm.needs_scoring_pass:
         keys = " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
@@ -245,14 +245,14 @@ def _load_algorithm(name: str) -> Algorithm:
     return algorithm
 
 
-def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
+def _make_piece(kind_name: str, value: Any, default_piece: Piece | None) -> Piece:
     """Construct the piece for a key of the ``algorithm`` section, such as ``policy_loss``.
 
-    ``kind_name`` is the key, and ``value`` the value that the user configured. ``current`` is the piece of
-    the named algorithm. A mapping without ``name`` changes only the settings of ``current``.
+    ``kind_name`` is the key, and ``value`` the value that the user configured. ``default_piece`` is the
+    piece of the named algorithm. A mapping without ``name`` changes only the settings of this piece.
     """
     key = f"algorithm.{kind_name}"
-    if kind_name not in KINDS or current is None:
+    if kind_name not in KINDS or default_piece is None:
         raise _unknown_name_error("piece of an algorithm", kind_name, KINDS, key)
 
     kind = KINDS[kind_name]
@@ -268,7 +268,7 @@ def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
 
     settings = dict(value)
     piece_name = settings.pop("name", None)
-    piece = current
+    piece = default_piece
     if piece_name is not None:
         piece = _load_piece(piece_name, kind, kind_name, key)
     return _change_settings(piece, settings, kind, key)
@@ -465,10 +465,10 @@ def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -
         _check_arguments(function, ("self", *kind.arguments), f"{path}.{_format_method_call(kind)}", key)
 
 
-def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: str) -> None:
+def _check_arguments(function: Any, arguments: tuple[str, ...], call_text: str, key: str) -> None:
     """Raise UserError unless a user's function can be called with these positional arguments.
 
-    ``call`` is the call as text, such as ``token_loss(micro, log_probs)``, for the error.
+    ``call_text`` is the call, such as ``token_loss(micro, log_probs)``, for the error.
     """
     try:
         signature = inspect.signature(function)
@@ -481,7 +481,7 @@ def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: 
         raise UserError(
             "a piece of the algorithm does not accept the arguments it is called with",
             where=key,
-            expected=call,
+            expected=call_text,
             got=f"{signature}: {error}",
             fix=f"give it the parameters {', '.join(arguments)}",
         ) from error

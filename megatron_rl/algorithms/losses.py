@@ -502,8 +502,8 @@ class Gmpo(PolicyLoss):
         mask = micro.response_mask
         lengths = micro.lengths
 
-        # Take the more pessimistic of the clipped and the unclipped log ratio, as PPO does. Multiplication by
-        # the sign of A turns its maximum of losses into a minimum of log ratios.
+        # Take the more pessimistic of the clipped and the unclipped log ratio, as PPO does. PPO takes the
+        # maximum of two losses; with the sign of A this is a minimum of two log ratios.
         sign = advantages.sign()
         log_ratios = log_probs - old_log_probs
         clipped_log_ratios = log_ratios.clamp(-self.clip_low, self.clip_high)

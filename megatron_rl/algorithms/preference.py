@@ -1,7 +1,7 @@
 """Losses on pairs of responses, one preferred to the other: reward models (Bradley-Terry) and DPO.
 
-The pure functions take one number per pair [P]. The objectives take micro-batches whose rows alternate,
-chosen then rejected, with loss weights of ``seq-mean-token-sum``; a pair is never split.
+The pure functions take one number per pair [P]. In the micro-batches of the objectives, each chosen row is
+followed by its rejected row, and a pair is never split. The loss weights are from ``seq-mean-token-sum``.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def dpo_loss(
       equation 7; e > 0: conservative DPO)
     - ``robust``: ``(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)`` (arXiv:2403.00409)
     - ``hinge``: ``max(0, 1 - beta h)`` (SLiC, arXiv:2305.10425)
-    - ``ipo``: ``(h - 1 / (2 beta))^2`` (arXiv:2310.12036, equation 17; averaged per token, as its authors
-      advise and TRL does, so that the target does not depend on the length)
+    - ``ipo``: ``(h - 1 / (2 beta))^2`` (arXiv:2310.12036, equation 17). With means over tokens, as its
+      authors advise and TRL does, the target does not depend on the length.
 
     Example:
         >>> zero = torch.zeros(1)

@@ -101,13 +101,13 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -
     if len(lengths):
         max_length = int(lengths.max())
 
-    # Doubling: each pass adds the partial sum that starts `reach` tokens later, if it is in the same row.
-    reach = 1
-    while reach < max_length:
-        shifted = torch.cat([values[reach:], values.new_zeros(reach)])
-        values = values + torch.where(remaining_tokens > reach, factor * shifted, 0)
+    # Doubling: each pass adds the partial sum that starts `offset` tokens later, if it is in the same row.
+    offset = 1
+    while offset < max_length:
+        shifted = torch.cat([values[offset:], values.new_zeros(offset)])
+        values = values + torch.where(remaining_tokens > offset, factor * shifted, 0)
         factor = factor * factor
-        reach = 2 * reach
+        offset = 2 * offset
     return values
 
 
@@ -176,9 +176,8 @@ def leave_one_out_statistics(
 ) -> GroupStatistics:
     """Compute the statistics of the *other* valid rows of each valid row's group: [B] each.
 
-    ``size`` is the number of other rows, ``mean`` is 0 without other rows, and ``std`` (unbiased, over the
-    other rows) is exactly 0 for equal rewards and for fewer than two rows. The values of invalid rows are
-    undefined.
+    ``size`` is the number of other rows. ``mean`` is 0 without other rows. ``std`` is unbiased, and exactly 0
+    for equal rewards and for fewer than two other rows. The values of invalid rows are undefined.
 
     Example:
         >>> r, g = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0, 0, 0])

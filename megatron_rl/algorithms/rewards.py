@@ -316,9 +316,9 @@ def overlong_penalty(
 ) -> Tensor:
     """Compute the penalty of responses near or beyond the length limit: [B], at most 0.
 
-    It is 0 up to ``limit - buffer`` tokens, then ``(limit - buffer - length) / buffer * penalty``, a straight
-    line down to ``-penalty`` at ``limit``, and ``-penalty`` beyond. ``limit`` and ``buffer`` are numbers, or
-    one number per response [B].
+    The penalty is 0 up to ``limit - buffer`` tokens. It then falls linearly to ``-penalty`` at ``limit``:
+    ``(limit - buffer - length) / buffer * penalty``. Beyond the limit it is ``-penalty``. ``limit`` and
+    ``buffer`` are numbers, or one number per response [B].
 
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
 
@@ -439,13 +439,13 @@ def prompts_to_sample(
         >>> prompts_to_sample(64, 32, 64, ceiling=256)
         64
     """
-    deficit = required - informative
-    if deficit <= 0:
+    missing_groups = required - informative
+    if missing_groups <= 0:
         return 0
 
     # The first round has no rate to extrapolate from.
     if not sampled:
-        return min(deficit, ceiling)
+        return min(missing_groups, ceiling)
 
     rate = min((informative + 0.5) / (sampled + 0.5), 1.0)
-    return min(math.ceil(deficit / rate), ceiling)
+    return min(math.ceil(missing_groups / rate), ceiling)

@@ -40,9 +40,9 @@ from megatron_rl.types import Rollouts
 class AheadBatches:
     """Batch source of an asynchronous run: rollout ranks sample each batch ``steps_ahead`` steps early.
 
-    Dynamic sampling cannot wait for the rewards of a batch here. Instead the number of prompts of a batch is
-    computed from the last batch that was trained on: from its fraction of informative groups, whose rewards
-    are not all equal. A step with too few informative groups uses all groups.
+    Dynamic sampling cannot wait for the rewards of a batch here. Instead, the last trained batch determines
+    how many prompts are sampled: the fewer informative groups (whose rewards are not all equal) it had, the
+    more prompts. A step with too few informative groups uses all groups.
 
     ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
     ``sets``: evaluation sets of a deferred evaluation. The next step samples responses to these sets and its

@@ -150,8 +150,10 @@ def measured_accuracy_names(lines: Lines) -> list[str]:
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Return a running mean: for each value, the mean over it and ``window // 2`` values on each side."""
-    half = window // 2
-    return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
+    half_window = window // 2
+    return [
+        fmean(values[max(0, index - half_window) : index + half_window + 1]) for index in range(len(values))
+    ]
 
 
 def smooth_curve(values: Sequence[float]) -> list[float]:
@@ -474,6 +476,7 @@ def _draw_panel(ax: Axes, lines: Lines, panel: Panel) -> None:
 
     if panel.limits is not None:
         ax.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
+    # Use a linear axis if the values are not positive, or too close together for logarithmic ticks.
     if panel.logarithmic:
         spans_a_decade = max(values) >= 10 * min(values)
         if min(values) > _MIN_LOGARITHMIC and spans_a_decade:

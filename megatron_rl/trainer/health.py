@@ -220,8 +220,8 @@ def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: 
 
 def _measure_sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the sum of all metrics whose names match the pattern in the rule's first metric."""
-    matching = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
-    return math.fsum(matching) if matching else None
+    matching_values = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
+    return math.fsum(matching_values) if matching_values else None
 
 
 def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:

@@ -579,8 +579,8 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
 
     # A copy's name is derived from its content, so that unchanged files share the copy of the previous run.
     new_copy = write_copy(folder, files)
-    resumes = _resumes_run(job.config, job.folder)
-    if used_copy and used_copy != new_copy.name and resumes:
+    resumes_run = _resumes_run(job.config, job.folder)
+    if used_copy and used_copy != new_copy.name and resumes_run:
         job.print(f"warning: this run resumes with other code: {folder / used_copy} was used, now {new_copy}")
     write_text(folder / CURRENT_COPY_FILE, new_copy.name + "\n")
     return files
@@ -686,8 +686,8 @@ def _wait_until_stale(path: Path, console: Any) -> None:
 
 def _file_system_time(folder: Path) -> float:
     """Return the current time on the clock of the file system: the modification time of a new file."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".run.lock.") as probe:
-        return os.stat(probe.name).st_mtime
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".run.lock.") as new_file:
+        return os.stat(new_file.name).st_mtime
 
 
 def _read_lock_holder(path: Path) -> dict[str, Any]:

@@ -358,11 +358,11 @@ def _add_served_columns(
     """
     if rows is None:
         rows = list(range(len(batch.rollouts)))
-    gathered = learners.gather_rows(results.shard)
-    _scatter_columns(columns, gathered.tokens, batch.rollouts.lengths, rows)
+    teacher_outputs = learners.gather_rows(results.shard)
+    _scatter_columns(columns, teacher_outputs.tokens, batch.rollouts.lengths, rows)
 
     # A row without the teacher's log-probs is invalid, like a row without a reward.
-    has_log_probs = gathered.values[VALID].tolist()
+    has_log_probs = teacher_outputs.values[VALID].tolist()
     failed_rows = {row for row, is_valid in zip(rows, has_log_probs, strict=True) if not is_valid}
     valid = batch.scores.valid.clone()
     valid[sorted(failed_rows)] = False

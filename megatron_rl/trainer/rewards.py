@@ -266,9 +266,9 @@ def compute_row_rewards(
     rewards = rewards.masked_fill(~valid, float("nan"))
 
     # Rows that filters dropped do not count as failed.
-    invalid = ~valid
-    invalid[sorted(filtered.dropped_rows)] = False
-    metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
+    is_failed = ~valid
+    is_failed[sorted(filtered.dropped_rows)] = False
+    metrics = Metrics.mean("reward/invalid", float(is_failed.sum()), float(len(valid)))
     metrics += merge_metrics(result.metrics for result in results)
     failures: list[Failure] = []
     for result in results:
@@ -452,12 +452,12 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
         return rounds[0]
 
     # Each round numbers its groups from 0, but advantages need unique numbers in the whole batch.
-    renumbered: list[Rollouts] = []
+    renumbered_rollouts: list[Rollouts] = []
     next_group = 0
     for batch in rounds:
         rollouts = replace(batch.rollouts, group=batch.rollouts.group + next_group)
         next_group = int(rollouts.group.max()) + 1
-        renumbered.append(rollouts)
+        renumbered_rollouts.append(rollouts)
 
     # A function may return a component in one round and not in another.
     component_names = sorted({name for batch in rounds for name in batch.scores.components})
@@ -470,7 +470,7 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
     )
     return ScoredBatch(
         PromptBatch.concatenate([batch.prompts for batch in rounds]),
-        Rollouts.concatenate(renumbered),
+        Rollouts.concatenate(renumbered_rollouts),
         scores,
         tuple(reason for batch in rounds for reason in batch.reasons),
         merge_metrics(batch.metrics for batch in rounds),

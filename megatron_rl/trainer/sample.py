@@ -261,10 +261,10 @@ class RolloutSource:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
-            waiting = self.limits.with_limits(self._take_waiting_groups(missing_groups))
+            waiting_groups = self.limits.with_limits(self._take_waiting_groups(missing_groups))
             self.buffer.add_started(
                 start_groups(
-                    waiting,
+                    waiting_groups,
                     self.config.batch.samples_per_prompt,
                     seed,
                     version,
@@ -346,21 +346,21 @@ class RolloutSource:
         than `asynchrony.steps_ahead`.
         """
         version = self.roles.hybrid_engine.version
-        trainable: list[SampledBatch] = []
-        rejected: list[SampledBatch] = []
+        trainable_batches: list[SampledBatch] = []
+        rejected_batches: list[SampledBatch] = []
         for batch in queue:
             age = version - int(batch.rollouts.policy_version.min())
             # Training on each earlier batch of the queue adds one weight update.
-            age_when_trained = age + len(trainable)
-            if len(trainable) < self._steps_ahead and age_when_trained <= self._max_staleness:
-                trainable.append(batch)
+            age_when_trained = age + len(trainable_batches)
+            if len(trainable_batches) < self._steps_ahead and age_when_trained <= self._max_staleness:
+                trainable_batches.append(batch)
             else:
-                rejected.append(batch)
+                rejected_batches.append(batch)
 
         # `restart` inserts prompts at the front: restart in reverse, so that the oldest batch comes first.
-        for batch in reversed(rejected):
+        for batch in reversed(rejected_batches):
             self.buffer.restart(make_waiting_groups(batch.prompts))
-        return trainable
+        return trainable_batches
 
     @property
     def _steps_ahead(self) -> int:

@@ -285,8 +285,8 @@ def require_stage_models(config: RunConfig) -> None:
         # Frozen roles that start from the stage's model load it again, and adapters need it as their base.
         frozen_roles: list[str] = []
         for section, model in explicit_model_paths(config).items():
-            spec = spec_at(section)
-            if spec.phase == ACTOR.phase and not spec.trains and model == str(plan.model):
+            role_spec = spec_at(section)
+            if role_spec.phase == ACTOR.phase and not role_spec.trains and model == str(plan.model):
                 frozen_roles.append(section)
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
         is_needed = plan.role != "actor" or bool(frozen_roles) or is_base
@@ -297,16 +297,16 @@ def require_stage_models(config: RunConfig) -> None:
         if plan.role == "actor":
             frozen_role = frozen_roles[0] if frozen_roles else "reference"
             key = f"{frozen_role}.path"
-            alternative = f"set {key} to it"
+            alternative_fix = f"set {key} to it"
         else:
             key = f"{plan.role}.path"
-            alternative = f"set {key} to it and remove {plan.where}"
+            alternative_fix = f"set {key} to it and remove {plan.where}"
         raise UserError(
             f"the model of {plan.where} in the resumed run is not in the run folder",
             where=key,
             expected=f"a Hugging Face checkpoint in {plan.model}",
             got="no such directory",
-            fix=f"copy it there from the folder of the resumed run, or {alternative}",
+            fix=f"copy it there from the folder of the resumed run, or {alternative_fix}",
         )
 
 

@@ -162,6 +162,7 @@ def git_revision(folder: Path) -> str | None:
 
     The revision ends with ``-dirty`` if the checkout has uncommitted changes.
     """
+    # Without any tag (`--exclude=*`), the result is the commit's hash.
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
