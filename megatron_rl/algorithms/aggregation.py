@@ -153,7 +153,7 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def with_response_limit(self, max_response_tokens: int) -> Self:
-        """Return a copy with ``max_response_tokens`` as ``scale_factor``; return self if it is set."""
+        """Return a copy with an unset ``scale_factor`` replaced by ``max_response_tokens``."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)

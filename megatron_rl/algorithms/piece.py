@@ -73,7 +73,7 @@ class Piece:
         return False
 
     def with_response_limit(self, max_response_tokens: int) -> Self:
-        """Return a copy in which unset settings that default to the response limit have this limit.
+        """Return a copy with the response limit in place of every unset setting that defaults to it.
 
         ``max_response_tokens``: response limit of the run in tokens. Subclasses with such settings override
         this method; a piece without them is returned unchanged.

@@ -599,13 +599,13 @@ _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def lock_run_folder(run_dir: Path, console: Any = None) -> Iterator[None]:
-    """Lock the run folder inside the block, on the rank that writes there; raise UserError if it is locked.
+    """Lock the run folder inside the block; raise UserError if another job has locked it.
 
-    The folder is locked if another process holds a file lock (``flock``) on its lock file. Not every file
-    system shares file locks between hosts. So the job that holds the lock also updates the lock file's
-    modification time regularly (a heartbeat). If the lock file names a job on another host, this function
-    waits until there was no heartbeat for `STALE_SECONDS`, and then acquires the lock. ``console``: stream
-    for a message about the wait, or None.
+    The lock is a file lock (``flock``) on a file in the folder. Not every file system shares file locks
+    between hosts, so the job also sends heartbeats: it updates the file's modification time regularly. If the
+    file names a job on another host, this function first waits `STALE_SECONDS` for a heartbeat of that job.
+
+    ``console``: stream for a message about the wait, or None. Only the main rank calls this function.
     """
     # The file is never removed: otherwise two jobs could lock two different files of the same name.
     path = run_dir / "run.lock"

@@ -207,9 +207,10 @@ def compute_row_rewards(
 
     A row is valid if every scorer and reward model returned a finite number. The reward of a single scorer is
     used without its weight, and its components retain their names. With several scorers, the reward of each
-    scorer becomes a component ``SCORER``, and its components are named ``SCORER/NAME``. Filtered rows are not
-    passed to scorers and reward models: they are dropped, which is not a failure, or get the configured
-    reward of filtered rows.
+    scorer becomes a component ``SCORER``, and its components are named ``SCORER/NAME``.
+
+    Filtered rows are not passed to scorers and reward models. They get the configured reward of filtered
+    rows, or are dropped; a dropped row does not count as failed.
 
     Arguments:
         prompts: prompt of each row.
