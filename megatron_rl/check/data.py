@@ -26,20 +26,20 @@ from megatron_rl.check.model.tokenizer import (
 )
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import (
-    ConversationText,
+    ConversationRenderer,
     TurnEnd,
     find_turn_end,
     template_tokens,
-    unnamed_turn_end_warning,
+    undefined_turn_end_warning,
 )
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.messages import (
-    closing_thought_tag,
+    closing_reasoning_tag,
     is_uninformative,
     message_texts,
     no_tokens_error,
     prompt_messages,
-    unclosed_thoughts_warning,
+    unclosed_reasoning_warning,
     uninformative_warning,
     uses_chat_template,
 )
@@ -318,7 +318,7 @@ def _check_records(
     # With a wrong field name, the reader's warnings about unread fields would mislead.
     files.errors.extend(error_by_message.values())
     if not error_by_message:
-        files.warnings.extend(data_set.reader.remarks())
+        files.warnings.extend(data_set.reader.warnings())
     files.warnings.extend(_uninformative_warnings(data_set, records))
     if first_values is None and not error_by_message:
         files.errors.append(empty_data_error(data_set.source, data_set.key))
@@ -496,10 +496,10 @@ class TokenCounter:
 
         added_tokens = added_token_texts(self.tokenizer)
         bos = self.renderer.special_tokens.get("bos_token")
-        return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
+        return find_turn_end(ConversationRenderer(self.renderer), encode, added_tokens, bos)
 
     @cached_property
-    def conversation_renderer(self) -> ConversationText | None:
+    def conversation_renderer(self) -> ConversationRenderer | None:
         """Return the renderer of conversations as text, or None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
@@ -508,7 +508,7 @@ class TokenCounter:
         # A turn may end with another token than a response, such as <|im_end|> instead of <|endoftext|>.
         if self.turn_end is not None and self.turn_end.token is not None:
             end_texts.append(self.tokenizer.id_to_token(self.turn_end.token))
-        return ConversationText(self.renderer, end_texts)
+        return ConversationRenderer(self.renderer, end_texts)
 
     @cached_property
     def framing_tokens(self) -> set[str]:
@@ -526,7 +526,7 @@ class TokenCounter:
         if self.conversation_renderer is None:
             return None
         with suppress(UserError):
-            return closing_thought_tag(self.conversation_renderer.opening)
+            return closing_reasoning_tag(self.conversation_renderer.opening)
         return None
 
     def close(self) -> None:
@@ -594,7 +594,7 @@ class TokenCounter:
             if self.conversation_renderer is None:
                 return
             end_tokens_text = ", ".join(end_texts)
-            mismatch = unnamed_turn_end_warning(
+            mismatch = undefined_turn_end_warning(
                 self.turn_end, [*self.end_tokens], end_tokens_text, str(self.model)
             )
             if mismatch is not None and not self._turn_end_reported:
@@ -604,7 +604,7 @@ class TokenCounter:
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:
-            warning = unclosed_thoughts_warning(
+            warning = unclosed_reasoning_warning(
                 records, data_set.response_fields, data, self.thoughts_end_tag, data_set.key
             )
             if warning is not None:

@@ -68,7 +68,7 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
-from megatron_rl.data.rendered_text import require_later_turns
+from megatron_rl.data.rendered_text import require_multi_turn_template
 from megatron_rl.environments.host import environment_errors
 from megatron_rl.errors import UserError, range_error
 from megatron_rl.rewards.code import read_tests
@@ -601,7 +601,7 @@ def _check_later_turns(inputs: Inputs, data: DataConfig) -> None:
     if conversation_renderer is None:
         return
     try:
-        require_later_turns(conversation_renderer, data)
+        require_multi_turn_template(conversation_renderer, data)
     except UserError as error:
         # Data sets that use the template arguments of `data` all have the same error: report it once.
         if all(error.where != earlier_error.where for earlier_error in inputs.errors):

@@ -2,9 +2,10 @@
 
 A chat template renders only complete conversations, and may render an old turn differently from the sampled
 text. The text between two turns is therefore taken from an artificial conversation. The template renders
-``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the end of the turn,
-the new messages, and the opening of the next turn. A trained turn is the text that the template writes after
-the opening of the turn, up to the first end token. So sampled turns are never tokenised again.
+``[…, assistant(SENTINEL), *new_messages]``. Everything after the sentinel is the text between two turns: the
+end of the first turn, the new messages, and the opening of the second turn. A trained turn is the text that
+the template writes after the opening of the turn, up to the first end token. So sampled turns are never
+tokenised again.
 
 The module also defines which tokens of a response are in the text for rewards and logs (`VisibleText`). It
 imports neither torch nor transformers, so that `check` renders the same texts as a run.
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, get_renderer
+from megatron_rl.data.template_renderer import RenderError, Rendering, TemplateRenderer, get_renderer
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import read_json_object
 
@@ -41,8 +42,8 @@ _CONVERSATION = (
     {"role": "user", "content": "c"},
 )
 CACHED_KWARGS = 1024
-"""Maximum number of different arguments of a template whose texts are cached: each record may have arguments
-of its own, and texts that were dropped are rendered again."""
+"""Maximum number of results in each cache of `cache_by_kwargs`: every record of a data set may have different
+template arguments."""
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -59,10 +60,10 @@ NAMED_TOKENS = (
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates expect: no null fields, arguments of calls as objects.
+    """Return messages in the form that chat templates expect.
 
-    Tables have null for a field that a message lacks, and OpenAI's format has the arguments of a call as JSON
-    text.
+    Fields with the value null are removed: tables have null for a field that a message lacks. The arguments
+    of tool calls, which are JSON text in OpenAI's format, become objects.
     """
     # Templates test whether a field is defined: a null field would count as present.
     cleaned_messages = []
@@ -77,7 +78,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments parsed from JSON text; other calls are returned unchanged."""
+    """Return a tool call with its arguments parsed from JSON text, or unchanged if they are not JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -89,16 +90,16 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _has_thoughts(message: Message) -> bool:
-    """Return whether a message contains thoughts, in a separate field or in its content."""
+def _has_reasoning(message: Message) -> bool:
+    """Return whether a message contains reasoning, in a separate field or in its content."""
     return bool(message.get("reasoning_content")) or "</think>" in str(message.get("content") or "")
 
 
 def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
-    """Return ``text`` up to and including the first of its trailing end tokens, or None without an end token.
+    """Remove repeated end tokens from the end of ``text``; return None if it does not end with an end token.
 
     ``end_texts`` are the texts of the tokens that end responses. Whitespace after and between these tokens is
-    not part of the response.
+    also removed.
 
     Example:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
@@ -151,14 +152,14 @@ class TrainedConversation:
     """Rendered messages before the first trained turn, with the opening of that turn."""
     pieces: list[str]
     """Turns of the assistant (even indices) and the texts between them (odd indices)."""
-    as_written: bool
+    matches_template: bool
     """Whether the template renders the complete conversation to the same text.
 
-    False for a template that omits the thoughts of earlier turns, or moves tools to a later message.
+    False for a template that omits the reasoning of earlier turns, or moves tools to a later message.
     """
 
 
-class ConversationText:
+class ConversationRenderer:
     """Renderer of conversations with a chat template, which can split a conversation into turns.
 
     ``end_texts`` are the texts of the tokens that end responses. ``kwargs`` are passed to the template in
@@ -173,12 +174,12 @@ class ConversationText:
     ) -> None:
         self._renderer = renderer
         self._kwargs = kwargs
-        self._has_steady_tails = False
+        self._is_history_independent = False
         # Longest first, since one end token may be a prefix of another.
         self.end_texts = sorted(end_texts, key=len, reverse=True)
-        self._make_with_kwargs = cache_by_kwargs(partial(ConversationText, renderer, self.end_texts))
+        self._make_with_kwargs = cache_by_kwargs(partial(ConversationRenderer, renderer, self.end_texts))
 
-    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationRenderer:
         """Return a renderer of this template with the arguments ``kwargs``; renderers are cached."""
         if kwargs == self._kwargs:
             return self
@@ -189,12 +190,12 @@ class ConversationText:
         (text,) = self._render(Rendering(messages, tools))
         return text
 
-    def require_steady_tails(self) -> None:
+    def require_history_independence(self) -> None:
         """Raise UserError if the text after a turn depends on the messages before the turn."""
-        if self._has_steady_tails:
+        if self._is_history_independent:
             return
 
-        # Compare with two further histories: with a system message, and with an earlier exchange.
+        # Compare with two further histories: one with a system message, one with an earlier exchange.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -203,35 +204,39 @@ class ConversationText:
                 {"role": "user", "content": "e"},
             ],
         )
-        tails = {self.render_tail(_FOLLOW_UP)}
+        rendered_texts = {self.render_between_turns(_FOLLOW_UP)}
         for history in histories:
             with suppress(UserError):  # a template may reject some roles
-                tails.add(self.render_tail(_FOLLOW_UP, history))
-        if len(tails) > 1:
-            raise _template_error("the text after a turn depends on the earlier messages", sorted(tails))
-        self._has_steady_tails = True
+                rendered_texts.add(self.render_between_turns(_FOLLOW_UP, history))
+        if len(rendered_texts) > 1:
+            raise _template_error(
+                "the text after a turn depends on the earlier messages", sorted(rendered_texts)
+            )
+        self._is_history_independent = True
 
-    def render_tail(self, new_messages: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
+    def render_between_turns(
+        self, new_messages: Sequence[Message], history: Sequence[Message] = _QUESTION
+    ) -> str:
         """Render the text between two assistant turns.
 
         This is the end of the first turn, ``new_messages``, and the opening of the second turn.
         ``history`` are the messages before the first of the two turns. Raises UserError if the template omits
         the content of a new message.
         """
-        tail = self._after_sentinel([*history, _SENTINEL_TURN, *new_messages])
+        rendered_text = self._after_sentinel([*history, _SENTINEL_TURN, *new_messages])
         for index, message in enumerate(new_messages):
-            if str(message.get("content") or "").strip() in tail:
+            if str(message.get("content") or "").strip() in rendered_text:
                 continue
 
             # The template may escape the content. It omits the content only if changing the content does not
             # change the rendered text.
             changed_messages = list(new_messages)
             changed_messages[index] = {**message, "content": "?"}
-            if self._after_sentinel([*history, _SENTINEL_TURN, *changed_messages]) == tail:
+            if self._after_sentinel([*history, _SENTINEL_TURN, *changed_messages]) == rendered_text:
                 raise _template_error(
-                    f"it omits the content of a message of the role {message.get('role')}", [tail]
+                    f"it omits the content of a message of the role {message.get('role')}", [rendered_text]
                 )
-        return tail
+        return rendered_text
 
     @cached_property
     def after_turn(self) -> str | None:
@@ -249,7 +254,7 @@ class ConversationText:
 
     @cached_property
     def leading_whitespace(self) -> str:
-        """Whitespace that the template writes between the opening of a turn and its text."""
+        """Whitespace that the template writes between the opening of a turn and the text of the turn."""
         with suppress(UserError):
             opening, conversation = self._render(
                 Rendering(_QUESTION),
@@ -308,7 +313,7 @@ class ConversationText:
             index for index, message in enumerate(response_messages) if message["role"] == "assistant"
         ]
         if len(turn_indices) > 1:
-            self.require_steady_tails()
+            self.require_history_independence()
 
         prompt = ""
         conversation = ""
@@ -328,27 +333,27 @@ class ConversationText:
                 pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
-            # Train on a turn without thoughts as it is rendered before later turns: some templates write
-            # empty thoughts only into the last turn. A turn with thoughts keeps them, although the template
-            # omits them once later turns follow.
+            # A template may render a turn differently once another turn follows. For example, some templates
+            # write an empty reasoning block only into the last turn. Train on the later rendering, except for
+            # a turn with reasoning: many templates omit the reasoning of earlier turns.
             next_index = turn_indices[turn_number + 1]
-            tail = self.render_tail(response_messages[index + 1 : next_index], history)
+            text_between = self.render_between_turns(response_messages[index + 1 : next_index], history)
             later_history = [*prompt_messages, *response_messages[:next_index]]
             (later_text,) = self._render(Rendering(later_history, tools))
-            can_extract_turn = later_text.startswith(opening) and later_text.endswith(tail)
-            if can_extract_turn and not _has_thoughts(message):
-                turn = later_text[len(opening) : len(later_text) - len(tail)]
+            can_extract_turn = later_text.startswith(opening) and later_text.endswith(text_between)
+            if can_extract_turn and not _has_reasoning(message):
+                turn = later_text[len(opening) : len(later_text) - len(text_between)]
 
             # An end token before the next message is part of the turn: the policy samples it.
-            end = leading_end(tail, self.end_texts)
+            end = leading_end(text_between, self.end_texts)
             has_end = cut_at_end(turn, self.end_texts) is not None
             pieces.append(turn if has_end else turn + end)
-            pieces.append(tail[len(end) :])
+            pieces.append(text_between[len(end) :])
 
         text = "".join([prompt, *pieces]).rstrip()
         rendered_text = conversation.rstrip()
         is_equal = text.startswith(rendered_text) or rendered_text.startswith(text)
-        return TrainedConversation(prompt, pieces, as_written=is_equal or len(turn_indices) == 1)
+        return TrainedConversation(prompt, pieces, matches_template=is_equal or len(turn_indices) == 1)
 
     @cached_property
     def _turn_end(self) -> str:
@@ -366,10 +371,10 @@ class ConversationText:
         """Return the text of the last turn in a rendered ``conversation``, with the end token that closes it.
 
         ``opening`` is the rendered ``history`` with the opening of the turn. Raises UserError for a template
-        that omits calls or thoughts, or that does not write the turn after its opening.
+        that omits tool calls or reasoning, or that does not write the turn after its opening.
         """
         content = str(message.get("content") or "")
-        # Calls and thoughts that a template omits would silently be missing from the training data.
+        # Tool calls and reasoning that a template omits would silently be missing from the training data.
         further_fields = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
         if further_fields:
             content_alone = {"role": "assistant", "content": content}
@@ -389,7 +394,7 @@ class ConversationText:
             if turn.endswith(closing_text):
                 return turn[: len(turn) - len(closing_text)]
 
-        # The opening may start thoughts with a tag that the template omits from a rendered turn. The turn is
+        # The opening may end with a tag such as <think>, which a rendered turn does not contain. The turn is
         # then the content of the message.
         elif not further_fields:
             return cut_at_end(content, self.end_texts) or content
@@ -407,10 +412,10 @@ class ConversationText:
         UserError unless the sentinel occurs exactly once.
         """
         (text,) = self._render(Rendering(messages, tools, add_generation_prompt))
-        before, sentinel, tail = text.rpartition(SENTINEL)
+        before, sentinel, after = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
             raise _template_error("it does not render a turn exactly once", [text])
-        return tail
+        return after
 
     def _render(self, *renderings: Rendering) -> list[str]:
         """Return the text of each rendering; raises UserError for messages that the template rejects."""
@@ -420,16 +425,16 @@ class ConversationText:
         ]
         texts = []
         for text in self._renderer.render_all(cleaned_renderings):
-            if isinstance(text, RenderRefused):
+            if isinstance(text, RenderError):
                 raise _template_error("it refuses the messages", [str(text)])
             texts.append(text)
         return texts
 
 
 def cache_by_kwargs(make: Callable[[Mapping[str, Any]], _Made]) -> Callable[[Mapping[str, Any]], _Made]:
-    """Wrap ``make`` in a cache of its last results; its argument is a mapping of template arguments.
+    """Return ``make``, a function of template arguments, with a cache of its last results.
 
-    The template arguments are encoded to JSON and decoded before the call, as for the template itself.
+    The arguments are converted to JSON and back before the call, since templates also get them as JSON.
     """
     # The keys of the cache are JSON texts, since lists and mappings cannot be hashed.
     cached_make = lru_cache(CACHED_KWARGS)(lambda text: make(json.loads(text)))
@@ -465,7 +470,7 @@ class TurnEnd:
 
 
 def find_turn_end(
-    text: ConversationText,
+    chat: ConversationRenderer,
     encode: Callable[[str], Sequence[int]],
     added_texts: Mapping[int, str],
     bos: str | None,
@@ -475,24 +480,24 @@ def find_turn_end(
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS after a turn belongs to the next turn.
     """
-    if text.after_turn is None:
+    if chat.after_turn is None:
         return None
 
     # 200 characters contain the longest end token, and encoding them is cheap.
-    closing_text = text.after_turn.lstrip()
+    closing_text = chat.after_turn.lstrip()
     ids = list(encode(closing_text[:200]))
     if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
         return TurnEnd(closing_text, None)
     return TurnEnd(closing_text, int(ids[0]))
 
 
-def unnamed_turn_end_warning(
+def undefined_turn_end_warning(
     turn_end: TurnEnd | None,
     end_ids: Sequence[int],
     end_names: str,
     model_path: str,
 ) -> UserError | None:
-    """Return the warning about a template whose end-of-turn token is not an end token of the model's files.
+    """Return the warning about a template that ends turns with a token that the model's files do not define.
 
     ``turn_end`` is the text that the template writes at the end of a turn. ``end_ids`` are the end tokens
     that the model's files define, and ``end_names`` lists their texts for the warning. Returns None if the
@@ -579,7 +584,7 @@ def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str
 
     try:
         text = renderer.render(_CONVERSATION, add_generation_prompt=False)
-    except RenderRefused:
+    except RenderError:
         return set()
     return {token for token in added_texts if token and token in text}
 
@@ -730,12 +735,12 @@ class ChatTemplate(PlainText):
             raise _template_error(
                 "the tokenizer has no chat template", ["a tokenizer without a chat template"]
             )
-        self._conversation_text = ConversationText(renderer, kwargs=kwargs)
-        self._conversation_text.require_steady_tails()
+        self._conversation_renderer = ConversationRenderer(renderer, kwargs=kwargs)
+        self._conversation_renderer.require_history_independence()
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """Return the tokens of the rendered prompt, which ends with the opening of the assistant's turn."""
-        text = self._conversation_text.render_prompt(messages, tools)
+        text = self._conversation_renderer.render_prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
@@ -743,8 +748,8 @@ class ChatTemplate(PlainText):
 
         See `ChatFormat.encode_between_turns`.
         """
-        tail = self._conversation_text.render_tail(messages)
-        tokens = self._tokenizer.encode(tail, add_special_tokens=False)
+        text = self._conversation_renderer.render_between_turns(messages)
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
         if stop_token not in tokens:
             return tokens
 

@@ -25,7 +25,7 @@ from megatron_rl.data.messages import (
     require_last_answer,
     require_prompt,
     require_responses,
-    require_template_for,
+    require_template_for_messages,
     split_responses,
     with_nested_fields,
 )
@@ -50,13 +50,13 @@ _ROLE_ALIASES = {
 }
 """Role of ShareGPT or of OpenAI's former functions -> role in chat templates."""
 _SHAREGPT_CALL = ("function_call", "tool_call")
-"""Roles of ShareGPT whose text is JSON of tool calls."""
+"""Roles of the ShareGPT messages that contain tool calls as JSON text."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that contain text, in OpenAI's two interfaces."""
 _TRAINED_IF_TRUE = ("weight", "training", "train", "loss", "step_loss_mask")
-"""Keys that are true in a message that is trained on: from OpenAI, axolotl (two), ms-swift and slime."""
+"""Keys that include a message in the loss if true, from OpenAI, axolotl (two keys), ms-swift and slime."""
 _TRAINED_IF_FALSE = ("masked",)
-"""Keys that are false in a message that is trained on: from torchtune."""
+"""Key that includes a message in the loss if false, from torchtune."""
 _SPAN_WEIGHTS = ("training_detail", "train_detail")
 """Keys with which axolotl marks spans of a message as trained or not."""
 _SCHEMA_VALUES = ("default", "const", "example")
@@ -69,16 +69,16 @@ _PROMPT_FIELDS = (
     "chat_template_kwargs",
     "enable_thinking",
 )
-"""Fields of records that other projects append to the prompt."""
+"""Fields of records that other projects read when they render the prompt."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from)["']\s*:""")
-"""Beginning of messages in a text: JSON, or Python's ``str`` of a list of messages."""
-_LINKS = ("tool_call_id", "id", "index")
-"""Keys that link messages to tool calls, which most templates omit."""
+"""Beginning of a text that contains a list of messages, as JSON or as Python prints it."""
+_CALL_ID_KEYS = ("tool_call_id", "id", "index")
+"""Keys that link a message to a tool call. No warning lists them, although most templates do not use them."""
 _GROUND_TRUTH = "ground_truth"
 _METADATA = "metadata"
 _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
-"""The package's own parser of verdicts, which reads only the judge's answer."""
+"""Default parser of a judge's response, which reads no field of the record."""
 
 
 # Settings that read the fields other than the prompt
@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Settings whose code reads the fields of a record other than its prompt.
+    """Settings whose code reads the ground truth of records, or their further fields.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -100,13 +100,13 @@ class Consumers:
 
 
 REWARDED = Consumers("reward", "reward")
-"""Consumers of a run with a reward that may read the ground truth and every further field."""
+"""`Consumers` of a run whose reward may read the ground truth and all further fields."""
 
 
 def prompt_consumers(
     config: RunConfig, evaluation_set: str | None = None, source: str | None = None
 ) -> Consumers:
-    """Find the settings whose code reads the records of ``data.train``, or of the named set or source.
+    """Find the settings whose code reads the records of an evaluation set, a source, or ``data.train``.
 
     A ground truth is required if any code may read it. The code is searched and not imported: a file without
     the text ``ground_truth`` does not read the ground truth.
@@ -256,7 +256,7 @@ class RecordReader:
         require_responses(record, responses, self.setting)
         self._require_same_prompt_form(record)
         require_prompt(record, data, self.setting)
-        require_template_for(record, responses, data, self.setting)
+        require_template_for_messages(record, responses, data, self.setting)
         self._reject_final_answer(record)
         if not isinstance(record.values[data.prompt_field], str):
             # Messages parsed from JSON text in a field may contain invalid escapes that the record's parser
@@ -264,7 +264,7 @@ class RecordReader:
             require_encodable_text(record.values, f"{record.where} ({self.setting})")
         return record
 
-    def remarks(self) -> Iterator[UserError]:
+    def warnings(self) -> Iterator[UserError]:
         """Yield the warnings about the records that have been read so far."""
         if self._unread_fields:
             yield self._unread_fields_warning()
@@ -299,9 +299,9 @@ class RecordReader:
                 fix=fix,
             )
 
-    def remark_lines(self) -> tuple[str, ...]:
-        """Return the warnings of `remarks` for the console, one line each."""
-        return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
+    def warning_lines(self) -> tuple[str, ...]:
+        """Return the warnings for the console, one line each."""
+        return tuple(f"warning: {error.message} ({error.got}); {error.fix}" for error in self.warnings())
 
     def _names_warning(
         self,
@@ -360,7 +360,7 @@ class RecordReader:
         )
 
     def _reject_final_answer(self, record: Record) -> None:
-        """Raise UserError for a prompt that ends with an answer of the assistant, not with a question."""
+        """Raise UserError for a prompt whose last message is the assistant's."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
             return
@@ -445,7 +445,7 @@ class RecordReader:
         is_sharegpt = role is None
         result = self._read_role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
-        # Weights have a meaning only in the assistant's turns of given responses.
+        # A loss weight has an effect only in an assistant turn of a response that the data set contains.
         _require_content(original, result)
         if self.responses and result["role"] == "assistant":
             _normalise_weight(result)
@@ -573,7 +573,7 @@ class RecordReader:
         if error is not None:
             raise error
 
-        # A table has null for an argument that only other rows have. Nulls in JSON text are the user's.
+        # A table has null for an argument that only other rows have. The user wrote the nulls in JSON text.
         if record.from_table and not isinstance(value, str):
             kwargs = remove_nulls(kwargs)
         self._note_unused_kwargs(kwargs, record.where)
@@ -600,7 +600,8 @@ class RecordReader:
         # The outer field of a dotted name is read, too.
         read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
-        # User code gets all other fields as metadata. Fields that belong in the prompt have no effect there.
+        # User code gets all other fields as metadata. Warn about fields that belong in the prompt even then,
+        # since they have no effect as metadata.
         has_metadata = not self.responses and self.consumers.metadata is not None
         for name, value in values.items():
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):
@@ -642,7 +643,7 @@ class RecordReader:
             return
 
         for name in message:
-            if name in ("role", "content", "weight", *_LINKS, *self._unread_keys):
+            if name in ("role", "content", "weight", *_CALL_ID_KEYS, *self._unread_keys):
                 continue
             if not re.search(rf"\b{re.escape(name)}\b", self.template):
                 self._unread_keys[name] = location
@@ -776,7 +777,7 @@ def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value is a message of OpenAI or ShareGPT: it has a role, and content or calls."""
+    """Return whether a value is a message of OpenAI or ShareGPT: it has a role, and content or tool calls."""
     if not isinstance(value, Mapping):
         return False
     has_role = value.get("role") is not None or value.get("from") is not None
@@ -861,14 +862,14 @@ def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) -> None:
-    """Raise _MessageError for a message without content, unless it has calls or thoughts.
+    """Raise _MessageError for a message without content, unless it has tool calls or reasoning.
 
     ``original`` is the message before its conversion to ``message``. Empty content is valid.
     """
     if original.get("content") is not None or original.get("value") is not None:
         return
-    has_substitute = set(message) & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
-    if has_substitute or message["role"] == "tool":
+    has_calls_or_reasoning = set(message) & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
+    if has_calls_or_reasoning or message["role"] == "tool":
         return
     raise _MessageError(
         "has no content",
@@ -934,7 +935,7 @@ def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
 def template_source(template: Any) -> str | None:
     """Return the source text of a tokenizer's chat template, or None without a template.
 
-    Several templates, by name or in a list as in tokenizer_config.json, are joined by line breaks.
+    A tokenizer may have several templates, in a mapping or in a list. Their texts are joined by line breaks.
     """
     if isinstance(template, Mapping):
         return "\n".join(text for text in template.values() if isinstance(text, str))

@@ -1,8 +1,7 @@
 """Validate the prompt, tools and responses of a record, and split conversations into prompt and response.
 
-The values have been normalised by `megatron_rl.data.forms`. A conversation is split once, at the first
-trained turn of the assistant, into the messages of the prompt and the messages of the response.
-Nothing here needs torch or a tokenizer.
+The values have been normalised by `megatron_rl.data.forms`. A conversation is split once, into the messages
+of the prompt and the messages of the response. Nothing here needs torch or a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _USUAL_FIELDS = {
     "response_field": ("completion", "output", "answer"),
 }
 """Last part of a field's setting -> names that public data sets use for the field."""
-_THOUGHTS_OPENED = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*\Z")
+_OPENED_REASONING = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*\Z")
 
 
 # Fields
@@ -63,13 +62,12 @@ def require_fields(
     record: Record,
     fields: Mapping[str, str],
     setting: str,
-    read_elsewhere: Collection[str | None] = (),
+    used_fields: Collection[str | None] = (),
 ) -> None:
     """Raise UserError for the first of ``fields`` that is absent or null in a record.
 
     ``fields`` maps the name of a field to the setting that contains the name. The error for an absent field
-    suggests a field of the record that may have been meant. Fields in ``read_elsewhere`` have other uses and
-    are not suggested.
+    suggests another field of the record, but none of ``used_fields``, which other settings name.
     """
     for name, name_setting in fields.items():
         if record.values.get(name) is not None:
@@ -86,9 +84,8 @@ def require_fields(
             fix = "fill it in, or remove the record"
         else:
             message = f"a record has no `{name}`"
-            # Suggest no field that already has another use.
-            occupied_fields = {*fields, *read_elsewhere}
-            fix = _absent_field_fix(record, name, name_setting, nested_fields, occupied_fields)
+            all_used_fields = {*fields, *used_fields}
+            fix = _absent_field_fix(record, name, name_setting, nested_fields, all_used_fields)
         raise UserError(
             message,
             where=f"{record.where} ({setting})",
@@ -103,21 +100,21 @@ def _absent_field_fix(
     name: str,
     name_setting: str,
     nested_fields: Sequence[str],
-    occupied_fields: Collection[str | None],
+    used_fields: Collection[str | None],
 ) -> str:
-    """Return the fix for an absent field ``name``: the field that its setting should name, if one fits.
+    """Return the fix for an absent field ``name``: another field for its setting, if a field is similar.
 
-    The candidates, in this order: a nested field with the name, a field whose name differs by a typo, a field
-    with the name that public data sets use, the only field without another use. ``name_setting`` is the
-    setting that contains the name. ``occupied_fields`` are the fields with another use.
+    ``name_setting`` is the setting that contains the name. ``used_fields`` are the fields that settings name;
+    they are not suggested.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
-    free_fields = [field for field in filled_fields if field not in occupied_fields]
+    free_fields = [field for field in filled_fields if field not in used_fields]
 
-    # Try the candidates in the order above, until one of them fits.
+    # Prefer a nested field with this name, then a field with a similar name, then a field with a name that
+    # public data sets use, and last the only field without a use.
     candidate = next((path for path in nested_fields if path.endswith(f".{name}")), None)
     if candidate is None:
-        free_paths = [path for path in (*filled_fields, *nested_fields) if path not in occupied_fields]
+        free_paths = [path for path in (*filled_fields, *nested_fields) if path not in used_fields]
         candidate = nearest(name, free_paths)
     if candidate is None:
         usual_names = _USUAL_FIELDS.get(name_setting.rpartition(".")[2], ())
@@ -135,7 +132,7 @@ def _absent_field_fix(
 def require_last_answer(
     record: Record, prompt_field: str, responses: Mapping[str, str], setting: str
 ) -> None:
-    """Raise UserError for a conversation to train on that does not end with an answer of the assistant.
+    """Raise UserError if a conversation is to be trained on and its last message is not the assistant's.
 
     ``responses`` maps fields of responses to the settings that name them. If another field of the record may
     contain the response, `require_fields` raises the error instead and suggests that field.
@@ -270,13 +267,13 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
 
-def require_template_for(
+def require_template_for_messages(
     record: Record,
     response_fields: Collection[str],
     data: DataConfig,
     setting: str,
 ) -> None:
-    """Raise UserError for a response of messages to a prompt that does not use the chat template."""
+    """Raise UserError if a response is a list of messages and the prompt does not use the chat template."""
     responses = [record.values[field] for field in response_fields]
     conversations = [response for response in responses if not isinstance(response, str)]
     if not conversations or uses_chat_template(record, data):
@@ -304,7 +301,7 @@ def no_tokens_error(prompt: str, location: str) -> UserError:
 
 
 def _are_messages(prompt: Any) -> bool:
-    """Return whether a value is a non-empty sequence of messages that have a role, and content or calls."""
+    """Return whether a value is a non-empty sequence of messages with a role, and content or tool calls."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
         return False
     return all(
@@ -356,7 +353,7 @@ def split_responses(
     prompt_is_text = isinstance(values.get(prompt_field), str)
     for name in fields:
         response = values.get(name)
-        if isinstance(response, list) and _are_turns(response):
+        if isinstance(response, list) and _is_response_of_messages(response):
             response = _cut_after_last_trained(response, name, record, setting)
         if prompt_is_text and isinstance(response, list) and _is_text_turn(response):
             response = response[0]["content"]
@@ -373,7 +370,7 @@ def require_responses(record: Record, fields: Mapping[str, str], setting: str) -
     """
     for name, key in fields.items():
         value = record.values[name]
-        if isinstance(value, str) or _are_turns(value):
+        if isinstance(value, str) or _is_response_of_messages(value):
             continue
         raise UserError(
             f"the field `{name}` is not a response",
@@ -392,8 +389,8 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the response's first message in a complete conversation.
 
-    The message is the first trained turn with ``every_turn``, else the last trained turn. A conversation
-    without a trained turn is not an error here: `_cut_after_last_trained` raises the error later.
+    With ``every_turn`` it is the first trained turn, otherwise the last trained turn. A conversation without
+    a trained turn is not an error here: `_cut_after_last_trained` raises the error later.
     """
     # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
@@ -461,10 +458,10 @@ def _is_text_turn(messages: Sequence[Any]) -> bool:
     return all(message[name] is None for name in message.keys() - {"role", "content"})
 
 
-def _are_turns(messages: Any) -> bool:
+def _is_response_of_messages(messages: Any) -> bool:
     """Return whether a value is a list of messages that begins and ends with a turn of the assistant.
 
-    Every message must have a role, and text or calls.
+    Every message must have a role, and text or tool calls.
     """
     if not isinstance(messages, list) or not _ends_with_turn(messages[:1]) or not _ends_with_turn(messages):
         return False
@@ -481,9 +478,10 @@ def _are_turns(messages: Any) -> bool:
 
 
 def is_uninformative(response: object, *alternatives: object) -> bool:
-    """Return whether a response equals one of its ``alternatives`` or, without alternatives, is empty.
+    """Return whether a model can learn nothing from a response, given as text or tokens.
 
-    Responses are texts or tokens.
+    ``alternatives`` are the other responses of a preference pair. A response of a pair is uninformative if it
+    equals another response. A single response is uninformative if it is empty.
     """
     if alternatives:
         return response in alternatives
@@ -503,38 +501,38 @@ def uninformative_warning(locations: Sequence[str], total: int, are_pairs: bool)
     return f"{count} responses are empty, and training on them teaches empty answers; {first}"
 
 
-def closing_thought_tag(prompt_text: str) -> str | None:
-    """Return the closing tag of the thoughts that a rendered prompt opens, or None for other prompts.
+def closing_reasoning_tag(prompt_text: str) -> str | None:
+    """Return the closing tag of the reasoning block that a rendered prompt opens; None if it opens no block.
 
     Example:
-        >>> closing_thought_tag("<|assistant|><think>")
+        >>> closing_reasoning_tag("<|assistant|><think>")
         '</think>'
     """
-    match = _THOUGHTS_OPENED.search(prompt_text)
+    match = _OPENED_REASONING.search(prompt_text)
     if match is None:
         return None
     return f"</{match[1]}>"
 
 
-def unclosed_thoughts_warning(
+def unclosed_reasoning_warning(
     records: Sequence[Record],
     response_fields: Collection[str],
     data: DataConfig,
     closing_tag: str,
     setting: str,
 ) -> UserError | None:
-    """Return a warning about responses without the closing tag of the thoughts that their prompts open.
+    """Return a warning about responses without the closing tag of the reasoning block that the prompt opens.
 
     Returns None if all responses to prompts of the chat template have the tag.
     """
-    # Arguments such as enable_thinking: false may close the thoughts in the prompt.
+    # Skip records with template arguments: for example, enable_thinking=false closes the block in the prompt.
     candidates: list[Record] = []
     for record in records:
         if uses_chat_template(record, data) and not get_template_kwargs(record, data):
             candidates.append(record)
     unclosed_locations: list[str] = []
     for record in candidates:
-        if not all(_closes_thoughts(record.values[field], closing_tag) for field in response_fields):
+        if not all(_closes_reasoning(record.values[field], closing_tag) for field in response_fields):
             unclosed_locations.append(record.where)
 
     if not unclosed_locations:
@@ -551,8 +549,8 @@ def unclosed_thoughts_warning(
     )
 
 
-def _closes_thoughts(response: Any, closing_tag: str) -> bool:
-    """Return whether each assistant turn contains the tag, or has its thoughts in ``reasoning_content``."""
+def _closes_reasoning(response: Any, closing_tag: str) -> bool:
+    """Return whether each assistant turn contains the tag, or has its reasoning in ``reasoning_content``."""
     if isinstance(response, str):
         return closing_tag in response
     for message in response:

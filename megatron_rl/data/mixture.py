@@ -1,7 +1,7 @@
 """Training prompts of one data set, or of several sources in proportion to their weights.
 
 The next prompt comes from the source that is furthest behind its share of the prompts so far. So the order of
-the sources depends only on the weights, and a checkpoint stores one count of prompts per source for it.
+the sources depends only on the weights, and a checkpoint stores only the number of prompts of each source.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ShareOrder:
 class MixedPrompts:
     """Prompts of several sources in proportion to their weights; each source has its own order and epochs.
 
-    ``weights`` maps each source to its weight. ``schedule`` maps a number of steps to the weights of later
-    steps; a source without a weight supplies no prompts. ``prompt_ids`` number the records of all sources
+    ``weights`` maps each source to its weight. ``schedule`` maps a step to the weights that apply after this
+    step. A source without a weight supplies no prompts. ``prompt_ids`` number the records of all sources
     consecutively, source after source. Raises UserError if the chat template renders only some of the
     sources.
     """

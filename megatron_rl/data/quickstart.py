@@ -53,9 +53,12 @@ SIZES: Mapping[str, Size] = {
 HELD_OUT = 500
 """Number of problems in ``eval.jsonl``, half of them with a carry."""
 CARELESS = 0.65
-"""Share of demonstrations with a carry that drop it, so that reinforcement learning can improve the model."""
+"""Fraction of the demonstrations with a carry whose sum is wrong, because the carry is forgotten.
+
+Reinforcement learning can therefore improve the model after its supervised warm-up.
+"""
 DEMONSTRATIONS = 8
-"""Demonstrations per problem. Each is drawn as careless or not, so that memorising one does not help."""
+"""Number of demonstrations per problem. With a carry, each one is wrong with the probability `CARELESS`."""
 
 
 def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
@@ -79,7 +82,7 @@ def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> P
     pairs_with_carry = [pair for pair in pairs if _has_carry(pair)]
     pairs_without_carry = [pair for pair in pairs if not _has_carry(pair)]
 
-    # Fewer pairs have a carry than not: train on equal numbers of both.
+    # There are fewer pairs with a carry than without: train on equal numbers of both.
     eval_half = HELD_OUT // 2
     eval_pairs = pairs_with_carry[:eval_half] + pairs_without_carry[:eval_half]
     train_pairs = pairs_with_carry[eval_half:] + pairs_without_carry[eval_half : len(pairs_with_carry)]
@@ -170,7 +173,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    # One small file needs no bar.
+    # One small file needs no progress bar.
     disable_progress_bar()
     tokenizer = build_tokenizer()
     config = Qwen2Config(

@@ -1,8 +1,8 @@
 """Write problems of reasoning-gym as data sets: ``train.jsonl``, and ``eval.jsonl`` with other problems.
 
 ``python -m megatron_rl.data.reasoning_gym DIRECTORY --tasks leg_counting,basic_arithmetic`` needs
-``pip install megatron_rl[reasoning-gym]``. `megatron_rl.rewards.reasoning_gym:score` is the reward of the
-answers. The same arguments write the same bytes.
+``pip install megatron_rl[reasoning-gym]``. The reward function for these data sets is
+`megatron_rl.rewards.reasoning_gym:score`. The same arguments write the same bytes.
 """
 
 from __future__ import annotations

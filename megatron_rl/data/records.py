@@ -170,9 +170,9 @@ def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str
 
 
 def data_path_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a path that is not a file of records by its type, suffix or first bytes.
+    """Return the error for a path that cannot be read as records; None for a valid path.
 
-    Returns None for other paths. Raises OSError if the file cannot be opened.
+    The path's type, suffix and first bytes are checked. Raises OSError if the file cannot be opened.
     """
     # A directory written by `save_to_disk` is a data set; a pipe or a device is not.
     if path.is_dir():
@@ -212,10 +212,10 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
     with path.open("rb") as stream:
         first_bytes = stream.read(8)
 
-    # Another encoding.
+    # A file in another encoding than UTF-8.
     converted_file = path.with_name(f"{path.stem}.utf8.jsonl")
-    for mark, encoding in _ENCODINGS:
-        if first_bytes.startswith(mark):
+    for prefix, encoding in _ENCODINGS:
+        if first_bytes.startswith(prefix):
             return UserError(
                 f"{path} is encoded in {encoding}",
                 where=setting,
@@ -227,8 +227,8 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
 
     # A compressed file whose name lacks the suffix of the compression.
     decompressed_file = path.with_name(f"{path.stem}.plain.jsonl")
-    for mark, _, compression, command in _COMPRESSIONS:
-        if first_bytes.startswith(mark):
+    for prefix, _, compression, command in _COMPRESSIONS:
+        if first_bytes.startswith(prefix):
             return UserError(
                 f"{path} is compressed with {compression}",
                 where=setting,
@@ -401,7 +401,10 @@ def _splits_error(folder: Path, setting: str) -> UserError | None:
 
 
 def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
-    """Return the fix for a folder without shards: name a subfolder with shards, or decompress files."""
+    """Return the fix for a folder without shards: name a subfolder with shards, or decompress files.
+
+    ``names`` are the names of the files in the folder.
+    """
     # Suggest subfolders with files of records: repositories on the Hub usually have one.
     files = sorted(item for item in folder.rglob("*") if _is_record_file(item.name) and item.is_file())
     folders = sorted({item.parent for item in files})

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.data.chat_format import ConversationText, cut_at_end, template_messages
+from megatron_rl.data.chat_format import ConversationRenderer, cut_at_end, template_messages
 from megatron_rl.data.messages import (
     get_template_kwargs,
     get_tools,
@@ -19,11 +19,11 @@ from megatron_rl.data.messages import (
     uses_chat_template,
 )
 from megatron_rl.data.records import Record
-from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer
+from megatron_rl.data.template_renderer import RenderError, Rendering, TemplateRenderer
 from megatron_rl.errors import UserError
 
 EXAMINED_RECORDS = 200
-"""Number of records at the start of a data set to examine: a rendering mistake is in every record."""
+"""Number of records to examine, from the start of a data set: most rendering mistakes affect every record."""
 
 
 def render_prompts(
@@ -63,7 +63,7 @@ def render_prompts(
         for row in rows
     ]
     for row, text in zip(rows, renderer.render_all(renderings), strict=True):
-        if isinstance(text, RenderRefused):
+        if isinstance(text, RenderError):
             raise UserError(
                 "the chat template refuses the messages",
                 where=f"{records[row].where} ({setting})",
@@ -83,15 +83,15 @@ def render_prompts(
     return texts
 
 
-def require_later_turns(chat: ConversationText, data: DataConfig) -> None:
-    """Raise UserError unless the chat template can continue the conversations of a data set.
+def require_multi_turn_template(chat: ConversationRenderer, data: DataConfig) -> None:
+    """Raise UserError unless the chat template can add turns to the conversations of a data set.
 
-    The template is rendered with the data set's own arguments. Arguments of single records are not checked
+    The template is rendered with the data set's arguments. The arguments of single records are not checked
     here: an invalid argument fails only the episodes of its record.
     """
     kwargs = data.prompt_template.kwargs
     try:
-        chat.with_kwargs(kwargs).require_steady_tails()
+        chat.with_kwargs(kwargs).require_history_independence()
     except UserError as error:
         if not kwargs:
             raise
@@ -110,7 +110,7 @@ def response_pieces(
     field: str,
     data: DataConfig,
     setting: str,
-    chat: ConversationText | None,
+    chat: ConversationRenderer | None,
     end_texts: Sequence[str],
     alternative_fix: str | None = None,
 ) -> list[str]:
@@ -148,12 +148,12 @@ def prompt_warnings(
     data: DataConfig,
     setting: str,
     end_texts: Sequence[str],
-    marks: Collection[str],
+    delimiters: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about prompts that do not open a turn, and about messages with template markup.
+    """Yield warnings about prompts that end with an end token, and about messages that are already rendered.
 
     ``texts`` are the rendered prompts, ``end_texts`` the texts of the tokens that end responses, and
-    ``marks`` the added tokens that the chat template writes around messages.
+    ``delimiters`` the added tokens that the chat template writes around messages.
     """
     examined_prompts = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
@@ -174,10 +174,10 @@ def prompt_warnings(
             "no turn needs an add_generation_prompt part",
         )
 
-    # A message that contains marks such as `<|im_start|>` would be rendered inside a second pair of marks.
+    # A message that contains delimiters such as `<|im_start|>` would be rendered inside a second pair.
     rendered_records: list[Record] = []
     for record, _ in examined_prompts:
-        if uses_chat_template(record, data) and _has_marks(record, data, marks):
+        if uses_chat_template(record, data) and _contains_delimiter(record, data, delimiters):
             rendered_records.append(record)
 
     if rendered_records:
@@ -194,13 +194,13 @@ def prompt_warnings(
         )
 
 
-def _has_marks(record: Record, data: DataConfig, marks: Collection[str]) -> bool:
+def _contains_delimiter(record: Record, data: DataConfig, delimiters: Collection[str]) -> bool:
     """Return whether a message of the prompt contains a token that the chat template writes around messages.
 
-    ``marks`` are the texts of these tokens.
+    ``delimiters`` are the texts of these tokens.
     """
     texts = message_texts(prompt_messages(record, data))
-    return any(mark in text for text in texts for mark in marks)
+    return any(delimiter in text for text in texts for delimiter in delimiters)
 
 
 def response_warnings(
@@ -208,10 +208,10 @@ def response_warnings(
     fields: Collection[str],
     data: DataConfig,
     setting: str,
-    chat: ConversationText | None,
+    chat: ConversationRenderer | None,
     end_texts: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about responses with text after an end token, and turns that the template changes.
+    """Yield warnings about responses with text after an end token, and about templates that change old turns.
 
     ``fields`` are the fields of responses, and ``end_texts`` the texts of the tokens that end responses.
     ``chat`` renders conversations with the chat template; None means that there is no template.
@@ -233,7 +233,7 @@ def response_warnings(
             fix="give conversations as messages, or cut the text after its first end",
         )
 
-    # A template may omit the thoughts of earlier turns.
+    # A template may omit the reasoning of earlier turns.
     if chat is None:
         return
     rewritten_records = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
@@ -253,7 +253,8 @@ def response_warnings(
 def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
     """Return whether the text of a response contains an end token before its last token.
 
-    ``end_texts`` are the texts of the tokens that end responses. Responses of messages have no such text.
+    ``end_texts`` are the texts of the tokens that end responses. The result is False for a response of
+    messages.
     """
     if not isinstance(response, str):
         return False
@@ -261,7 +262,9 @@ def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
     return any(end_text in text[: -len(end_text)] for end_text in end_texts)
 
 
-def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
+def _is_rewritten(
+    record: Record, fields: Collection[str], data: DataConfig, chat: ConversationRenderer
+) -> bool:
     """Return whether a rendered conversation differs from the joined texts of its turns.
 
     ``fields`` are the fields of responses.
@@ -275,7 +278,9 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
     prompt = prompt_messages(record, data)
     chat = chat.with_kwargs(get_template_kwargs(record, data))
     try:
-        return not all(chat.split_turns(prompt, messages, tools).as_written for messages in conversations)
+        return not all(
+            chat.split_turns(prompt, messages, tools).matches_template for messages in conversations
+        )
     except UserError:
         return False  # `response_pieces` raises this error for the record
 

@@ -24,14 +24,14 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data.chat_format import ConversationText
+from megatron_rl.data.chat_format import ConversationRenderer
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
-    closing_thought_tag,
+    closing_reasoning_tag,
     get_template_kwargs,
     is_trained_turn,
     is_uninformative,
-    unclosed_thoughts_warning,
+    unclosed_reasoning_warning,
     uninformative_warning,
     uses_chat_template,
 )
@@ -39,7 +39,7 @@ from megatron_rl.data.records import DataPath, Record
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
     prompt_warnings,
-    require_later_turns,
+    require_multi_turn_template,
     response_pieces,
     response_warnings,
 )
@@ -48,14 +48,14 @@ from megatron_rl.data.token_files import EncodedData, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
     apply_schedules,
-    conversation_text,
     drop_over_long,
     encode_pieces,
     encode_texts,
     end_token_ids,
     format_warning,
+    make_conversation_renderer,
     sampling_by_task,
-    template_marks,
+    template_delimiters,
     template_turn_end,
     turn_end_warning,
 )
@@ -69,9 +69,10 @@ if TYPE_CHECKING:
 class ShuffledOrder:
     """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
 
-    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint. An epoch
-    skips each item of the set `uniform` with probability 1 - ``uniform_share``. The random choice depends
-    only on (seed, epoch, item). An epoch never skips all items.
+    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint. An item
+    whose last group of responses had equal rewards is *uniform*. An epoch skips each uniform item with
+    probability 1 - ``uniform_share``. The random choice depends only on (seed, epoch, item). An epoch never
+    skips all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -113,7 +114,7 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _choose_skipped_items(self) -> set[int]:
-        """Choose at random which of the items in `uniform` the current epoch skips.
+        """Choose at random which uniform items the current epoch skips.
 
         The choice depends only on (seed, epoch, item).
         """
@@ -185,8 +186,8 @@ class ShuffledOrder:
 
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
-        # Checkpoints of older versions lack both keys. Restore the skipped items instead of drawing them
-        # again: the epoch keeps its order even if `data.uniform_share` has changed.
+        # Checkpoints of older versions lack the keys "uniform" and "skipped". The skipped items are restored
+        # and not chosen again, so that the epoch keeps its order even if `data.uniform_share` has changed.
         self.uniform = set(state.get("uniform", ()))
         self.skipped = set(state.get("skipped", ()))
         self._order = self._permute_items()
@@ -206,7 +207,7 @@ def compute_fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -
 
 
 DEFAULT_TASK = "default"
-"""Task that a record without a task belongs to."""
+"""Task of the records that name no task."""
 
 
 class PromptSource:
@@ -262,7 +263,7 @@ class PromptSource:
         # A template that writes the date renders different prompts tomorrow, so checkpoints store the time.
         self._clock = None
         renderer = get_renderer(tokenizer) if self.templated else None
-        if renderer is not None and renderer.has_clock:
+        if renderer is not None and renderer.uses_current_time:
             self._clock = renderer.now.isoformat()
 
         # Select the records within the limit. Their indices are the items of the order.
@@ -306,11 +307,12 @@ class PromptSource:
             if warning is not None:
                 yield warning
 
-        # A rendering mistake is in every record, so examining the first records is enough.
+        # A rendering mistake usually affects every record, so examining the first records is enough.
         records = self._records[:EXAMINED_RECORDS]
         texts = self._texts[:EXAMINED_RECORDS]
         end_texts = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
-        yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
+        delimiters = template_delimiters(tokenizer)
+        yield from prompt_warnings(records, texts, self._data, setting, end_texts, delimiters)
 
     @property
     def record_count(self) -> int:
@@ -391,7 +393,7 @@ class PromptSource:
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, a digest of the records, and the template's time."""
+        """Return the position in the data, a digest of the records, and the time that the template uses."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
@@ -520,7 +522,7 @@ def encode_prompts(
     reader = RecordReader(data, setting, consumers=consumers, template=template)
     records = [reader.read(record) for record in records]
     texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
-    return EncodedData(records, texts, (tokens,), remarks=reader.remark_lines())
+    return EncodedData(records, texts, (tokens,), remarks=reader.warning_lines())
 
 
 def load_prompts(
@@ -569,9 +571,9 @@ def load_prompts(
     )
 
     # An environment adds turns to a conversation. Some templates, or some arguments, do not support this.
-    chat = conversation_text(tokenizer)
+    chat = make_conversation_renderer(tokenizer)
     if config.rollout.environment is not None and prompts.templated and chat is not None:
-        require_later_turns(chat, data)
+        require_multi_turn_template(chat, data)
     return prompts
 
 
@@ -670,7 +672,7 @@ class ResponseSource:
         mask = torch.cat(row_masks)
         mask &= tokens >= 0
 
-        # Single responses have a mean over tokens; pairs have one loss per row.
+        # With single responses, the loss is a mean over tokens. With pairs, it is a mean over rows.
         total_weight = mask.sum() if self.rows_per_record == 1 else len(rows)
         return TrainBatch(
             tokens=torch.where(tokens < 0, ~tokens, tokens),
@@ -726,12 +728,12 @@ def encode_responses(
         response_encoder.encode(records, prompt_texts, prompt_tokens, field, max_tokens) for field in fields
     ]
     return EncodedData(
-        records, prompt_texts, (prompt_tokens, *response_columns), remarks=reader.remark_lines()
+        records, prompt_texts, (prompt_tokens, *response_columns), remarks=reader.warning_lines()
     )
 
 
 class _ResponseEncoder:
-    """Encoder of responses to the tokens that they would have in a sampled conversation.
+    """Encoder that gives responses the tokens that they would have in a sampled conversation.
 
     A row consists of pieces: the prompt, turns, and the text between turns. The complete text of a row is
     tokenised at once. If a token would span two pieces, the pieces are tokenised separately instead, since
@@ -750,7 +752,7 @@ class _ResponseEncoder:
         self._end_ids = frozenset(end_ids)
         tokenizer = prompts.tokenizer
         self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
-        self._chat: ConversationText | None = None
+        self._chat: ConversationRenderer | None = None
 
         # A template may end turns with a token that the model's files do not define as an end token.
         if prompts.renderer is not None:
@@ -759,7 +761,7 @@ class _ResponseEncoder:
                 self._template_end_id = turn_end.token
                 self._end_ids |= {turn_end.token}
                 self._end_texts.append(tokenizer.convert_ids_to_tokens(turn_end.token))
-            self._chat = ConversationText(prompts.renderer, self._end_texts)
+            self._chat = ConversationRenderer(prompts.renderer, self._end_texts)
 
     def encode(
         self,
@@ -917,24 +919,25 @@ def _text_warnings(
     uses_template = any(uses_chat_template(record, data) for record in records)
     end_ids = end_token_ids(tokenizer, config.model.path, templated=uses_template)
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
-    chat = conversation_text(tokenizer, end_ids)
+    chat = make_conversation_renderer(tokenizer, end_ids)
 
-    # Warn about a template that ends turns with an undefined end token, or that opens thoughts in the prompt.
+    # Warn about a template that ends turns with an undefined end token, or opens reasoning in the prompt.
     if uses_template:
         warning = turn_end_warning(tokenizer, config.model.path)
         if warning is not None:
             yield warning
-        warning = _thoughts_warning(chat, records, fields, data, setting)
+        warning = _reasoning_warning(chat, records, fields, data, setting)
         if warning is not None:
             yield warning
 
-    # Warn about texts that contain end tokens or the template's own tokens.
-    yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
+    # Warn about texts that contain end tokens, or tokens that the template writes around messages.
+    delimiters = template_delimiters(tokenizer)
+    yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, delimiters)
     yield from response_warnings(records, fields, data, setting, chat, end_texts)
 
 
-def _thoughts_warning(
-    chat: ConversationText | None,
+def _reasoning_warning(
+    chat: ConversationRenderer | None,
     records: Sequence[Record],
     fields: Collection[str],
     data: DataConfig,
@@ -949,7 +952,7 @@ def _thoughts_warning(
         return None
 
     with suppress(UserError):  # a template may reject this conversation
-        closing_tag = closing_thought_tag(chat.opening)
+        closing_tag = closing_reasoning_tag(chat.opening)
         if closing_tag is not None:
-            return unclosed_thoughts_warning(records, fields, data, closing_tag, setting)
+            return unclosed_reasoning_warning(records, fields, data, closing_tag, setting)
     return None

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TIME_ATTRIBUTE = "chat_template_time"
-"""Attribute of a run's tokenizer: the time that its chat template uses as the current time."""
+"""Name of the tokenizer's attribute with the time that its chat template uses as the current time."""
 DEFAULT = "default"
 """Name of the template that transformers selects among several."""
 WITH_TOOLS = "tool_use"
@@ -45,13 +45,13 @@ LONGEST_TEXT = 64 << 20
 """Largest rendered text in characters: far longer than any context, and small enough to send as one line."""
 _BATCH = 64
 """Renderings per line: enough to hide the pipe's latency, few enough to repeat if the process ends."""
-_CLOCK = "strftime_now"
+_TIME_FUNCTION = "strftime_now"
 """Name of the function that returns the current time to a template, as in transformers."""
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from megatron_rl.data.template_renderer import main; main()"
 )
-"""Source code of the process. Its argument is `_PACKAGES`, since ``-P`` keeps it out of the search path."""
+"""Source code of the process. Its argument is the folder `_PACKAGES`, which it adds to the import path."""
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 """Folder that contains the package ``megatron_rl``."""
 
@@ -59,7 +59,7 @@ _PACKAGES = str(Path(__file__).resolve().parents[2])
 # In the trainer
 
 
-class RenderRefused(Exception):
+class RenderError(Exception):
     """Error for messages that a chat template cannot render; the text is the reason."""
 
 
@@ -116,9 +116,9 @@ class TemplateRenderer:
         return self.templates == templates and has_same_tokens and is_same_time
 
     @property
-    def has_clock(self) -> bool:
-        """Return whether a template may write the current time."""
-        return any(_CLOCK in text for text in self.templates.values())
+    def uses_current_time(self) -> bool:
+        """Return whether a template contains the function that returns the current time."""
+        return any(_TIME_FUNCTION in text for text in self.templates.values())
 
     def render(
         self,
@@ -127,44 +127,44 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render one conversation to text; raises RenderRefused if the template cannot render it.
+        """Render one conversation to text; raises RenderError if the template cannot render it.
 
         See `Rendering` for ``add_generation_prompt``.
         """
         (text,) = self.render_all([Rendering(messages, tools, add_generation_prompt)])
-        if isinstance(text, RenderRefused):
+        if isinstance(text, RenderError):
             raise text
         return text
 
-    def render_all(self, renderings: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Return the text of each rendering, or a RenderRefused if the template cannot render it."""
-        results: list[str | RenderRefused] = []
+    def render_all(self, renderings: Sequence[Rendering]) -> list[str | RenderError]:
+        """Return the text of each rendering, or a RenderError if the template cannot render it."""
+        results: list[str | RenderError] = []
         for start in range(0, len(renderings), _BATCH):
             with self._lock:  # rewards may be computed in a separate thread
                 results += self._render_batch(renderings[start : start + _BATCH])
         return results
 
-    def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
+    def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderError]:
         """Render a batch; if the process ends before its reply, render the conversations one by one."""
         texts = self._request_texts(batch)
         if texts is not None:
             return texts
         if len(batch) == 1:
-            return [RenderRefused(self._end_reason or "")]
+            return [RenderError(self._end_reason or "")]
 
         # All results of the batch are lost: render one by one to find the rendering that ended the process.
-        results: list[str | RenderRefused] = []
+        results: list[str | RenderError] = []
         for rendering in batch:
             results += self._render_batch([rendering])
         return results
 
-    def _request_texts(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Send a batch to the process; return a text or RenderRefused per rendering.
+    def _request_texts(self, batch: Sequence[Rendering]) -> list[str | RenderError] | None:
+        """Send a batch to the process; return a text or RenderError per rendering.
 
         Returns None if the process ended before it sent the reply.
         """
         if self._end_reason is not None and len(batch) == 1:
-            return [RenderRefused(self._end_reason)]
+            return [RenderError(self._end_reason)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._ensure_process()
@@ -178,9 +178,9 @@ class TemplateRenderer:
 
         # A reply without a line break was truncated by the end of the process.
         if reply.endswith("\n"):
-            results: list[str | RenderRefused] = []
+            results: list[str | RenderError] = []
             for text, reason in json.loads(reply):
-                results.append(RenderRefused(reason) if text is None else text)
+                results.append(RenderError(reason) if text is None else text)
             return results
 
         status = process.wait()
@@ -282,7 +282,7 @@ def can_render() -> bool:
 # In the process with limits
 
 
-class _Refused(Exception):
+class _TemplateError(Exception):
     """Error of a template that called ``raise_exception``; the text is the template's message."""
 
 
@@ -291,8 +291,8 @@ def _make_environment(now: datetime) -> Any:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def refuse(message: str) -> None:
-        raise _Refused(message)
+    def raise_exception(message: str) -> None:
+        raise _TemplateError(message)
 
     # jinja2's own tojson escapes HTML and non-ASCII characters.
     def to_json(value: Any, **options: Any) -> str:
@@ -304,8 +304,8 @@ def _make_environment(now: datetime) -> Any:
         extensions=[loopcontrols, _make_generation_tag()],
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals[_CLOCK] = now.strftime
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals[_TIME_FUNCTION] = now.strftime
     return environment
 
 
@@ -320,21 +320,24 @@ def _make_generation_tag() -> type:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A separate scope, like the call block that transformers compiles the tag to: a variable that is
-            # set inside is not visible outside.
+            # A variable that is set inside the tag must not be visible after it, as in transformers. So the
+            # content of the tag gets a separate scope.
             return nodes.Scope(body).set_lineno(line)
 
     return Generation
 
 
 def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
-    """Return the source of the template that transformers would select; raises _Refused without a default."""
+    """Return the source of the template that transformers would select.
+
+    Raises _TemplateError for several templates without a default.
+    """
     if tools is not None and WITH_TOOLS in templates:
         return templates[WITH_TOOLS]
 
     if DEFAULT not in templates:
         names = ", ".join(sorted(templates))
-        raise _Refused(f"the tokenizer has several chat templates and no default: {names}")
+        raise _TemplateError(f"the tokenizer has several chat templates and no default: {names}")
     return templates[DEFAULT]
 
 
@@ -368,7 +371,7 @@ def _render_request(
     try:
         template = compile_template(_choose_template(setup["templates"], tools))
         text = template.render(**variables)
-    except _Refused as error:
+    except _TemplateError as error:
         return [None, str(error)]
     except MemoryError:
         return [None, f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"]

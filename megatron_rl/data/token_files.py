@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = 4
-"""Version of the format of token files. Raise it whenever equal settings result in different records, tokens
-or columns."""
+"""Version of the format of token files. Increment it whenever the same settings result in different records,
+tokens or columns."""
 _REMARKS = b"remarks"
 """Key of the warnings about the records, in the metadata of a token file."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system without locks."""
+"""Error numbers of a file system that does not support locks."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _LazyRows(Sequence[Any]):
         return self._read_row(row % self._num_rows)
 
 
-class _CannotStore(Exception):
+class _UnstorableError(Exception):
     """Error for a data set that cannot be stored in a file; the text is the reason."""
 
 
@@ -156,7 +156,7 @@ class TokenFiles:
                     stored_data = _read_token_file(file)
             if stored_data is not None:
                 return stored_data
-        except (OSError, _CannotStore) as error:
+        except (OSError, _UnstorableError) as error:
             reason = str(error)
 
         # The file could not be written. Encode outside the lock, so that all processes encode concurrently.
@@ -202,7 +202,7 @@ def _content_digest(
     # A template that writes the date renders different prompts at another time.
     renderer = get_renderer(tokenizer)
     clock = None
-    if renderer is not None and renderer.has_clock:
+    if renderer is not None and renderer.uses_current_time:
         clock = renderer.now.isoformat()
 
     content = (
@@ -260,7 +260,7 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
 def _write_token_file(file: Path, encoded: EncodedData) -> None:
     """Write a data set to a token file, and its digest to a file next to it.
 
-    Raises OSError, or _CannotStore for values that JSON cannot encode.
+    Raises OSError, or _UnstorableError for values that JSON cannot encode.
     """
     import pyarrow
 
@@ -341,14 +341,14 @@ def _find_damage(file: Path) -> str | None:
 
 
 def _restorable_json(record: Record) -> str:
-    """Return a record's fields as JSON; raises _CannotStore unless parsing restores the same values."""
+    """Return a record's fields as JSON; raises _UnstorableError unless parsing restores the same values."""
     try:
         text = _record_json(record)
         if json.loads(text) == record.values:
             return text
     except ValueError:
         pass
-    raise _CannotStore(f"{record.where} has values that JSON cannot encode")
+    raise _UnstorableError(f"{record.where} has values that JSON cannot encode")
 
 
 def _read_token_file(file: Path) -> EncodedData | None:

@@ -28,14 +28,14 @@ from megatron_rl.config.sections.rollout import (
 )
 from megatron_rl.config.sections.schedules import ScheduledValue, token_schedule
 from megatron_rl.data.chat_format import (
-    ConversationText,
+    ConversationRenderer,
     TurnEnd,
     added_tokens,
     find_turn_end,
     named_end_ids,
     template_tokens,
     text_prefix,
-    unnamed_turn_end_warning,
+    undefined_turn_end_warning,
     with_prefix,
 )
 from megatron_rl.data.messages import no_tokens_error, require_prompt, uses_chat_template
@@ -53,8 +53,8 @@ from megatron_rl.types import BANNED, SamplingParameters
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SEGMENT = 1 << 16
-"""Characters per segment of a long text, whose tokens are counted per segment; most texts are shorter."""
+_SEGMENT_CHARACTERS = 1 << 16
+"""Number of characters of a long text that are tokenised at a time, to count its tokens."""
 
 
 # The tokenizer and its special tokens
@@ -120,7 +120,7 @@ def end_token_ids(
     return ids
 
 
-def conversation_text(tokenizer: Any, end_ids: Sequence[int] = ()) -> ConversationText | None:
+def make_conversation_renderer(tokenizer: Any, end_ids: Sequence[int] = ()) -> ConversationRenderer | None:
     """Return a renderer of conversations for the tokenizer's chat template, or None without a template.
 
     ``end_ids`` are the ids of the tokens that end responses.
@@ -128,29 +128,29 @@ def conversation_text(tokenizer: Any, end_ids: Sequence[int] = ()) -> Conversati
     renderer = get_renderer(tokenizer)
     if renderer is None:
         return None
-    return ConversationText(renderer, [tokenizer.convert_ids_to_tokens(token) for token in end_ids])
+    return ConversationRenderer(renderer, [tokenizer.convert_ids_to_tokens(token) for token in end_ids])
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
     """Return the text that ends a turn under the tokenizer's chat template, or None without a template."""
-    text = conversation_text(tokenizer)
-    if text is None:
+    chat = make_conversation_renderer(tokenizer)
+    if chat is None:
         return None
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    return find_turn_end(text, encode, added_tokens(tokenizer), tokenizer.bos_token)
+    return find_turn_end(chat, encode, added_tokens(tokenizer), tokenizer.bos_token)
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
     """Return the warning about a chat template whose end-of-turn token the model's files do not define.
 
-    Returns None for other templates; see `unnamed_turn_end_warning`.
+    Returns None for other templates; see `undefined_turn_end_warning`.
     """
     end_ids = named_end_ids(tokenizer, model_path)
     end_names = ", ".join(tokenizer.convert_ids_to_tokens(list(end_ids)))
-    return unnamed_turn_end_warning(template_turn_end(tokenizer), end_ids, end_names, str(model_path))
+    return undefined_turn_end_warning(template_turn_end(tokenizer), end_ids, end_names, str(model_path))
 
 
-def template_marks(tokenizer: Any) -> set[str]:
+def template_delimiters(tokenizer: Any) -> set[str]:
     """Return the added tokens that the chat template writes around messages."""
     return template_tokens(get_renderer(tokenizer), added_tokens(tokenizer).values())
 
@@ -182,7 +182,7 @@ def split_stop_texts(
     ids: list[int] = []
     texts: list[str] = []
     for text in stop:
-        # Reject a text with unknown tokens, and a text that its tokens do not decode to.
+        # Reject a text with unknown tokens, and a text that differs from its decoded tokens.
         tokens = tokenizer.encode(text, add_special_tokens=False)
         names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
         decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
@@ -248,9 +248,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings, including ``stop``. The tokens ``end_ids`` always end
-    a response. A length limit that depends on the prompt has its largest value; see `RolloutConfig.limit_of`.
-    A temperature or top-p that changes over steps has its last value. Raises UserError for a field that does
-    not exist or is out of range.
+    a response. If the length limit depends on the prompt, the parameters contain the largest limit; see
+    `RolloutConfig.limit_of`. If the temperature or top-p changes over steps, they contain its last value.
+    Raises UserError for a field that does not exist or is out of range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -285,8 +285,8 @@ def apply_schedules(
     probabilities = token_schedule(top_p, step)
     sampling = sampling._replace(temperature=temperatures.start, top_p=probabilities.start)
 
-    # Set the fields of a change over tokens only if there is a change, so that equal sampling has equal
-    # parameters.
+    # Set the fields for a change over response tokens only if there is such a change: parameters that sample
+    # equally must compare equal.
     if temperatures.length:
         sampling = sampling._replace(
             last_temperature=temperatures.end, temperature_tokens=temperatures.length
@@ -380,8 +380,7 @@ def encode_texts(
 ) -> list[numpy.ndarray]:
     """Tokenise texts in batches, without a BOS or EOS; return an int32 array per text.
 
-    A text far over ``limit`` tokens will be dropped, so only its beginning is tokenised, with more than
-    `counting_limit` tokens.
+    A text far over ``limit`` tokens will be dropped, so `_truncate_text` shortens it first.
     """
     rows: list[numpy.ndarray] = []
     for start in range(0, len(texts), batch_size):
@@ -412,7 +411,7 @@ def encode_pieces(
         # Skip texts that `encode_texts` would truncate: their offsets would not fit the pieces.
         batch = rows[start : start + batch_size]
         texts = ["".join(pieces) for pieces in batch]
-        max_characters = max(_SEGMENT, counting_limit(limit))
+        max_characters = max(_SEGMENT_CHARACTERS, counting_limit(limit))
         indices = [index for index, text in enumerate(texts) if len(text) <= max_characters]
 
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
@@ -492,7 +491,7 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens up to which the length of a text is exact; longer texts are truncated.
+    """Return the largest number of tokens that is counted exactly; longer texts are truncated.
 
     ``limit`` is the length limit of the text. The result is larger than the limit, so that messages can show
     how far the limit must be raised.
@@ -506,12 +505,12 @@ def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) ->
     The truncated text has more than `counting_limit` tokens, so it is still recognised as over the limit. The
     text is tokenised in segments, until the count suffices.
     """
-    if len(text) <= _SEGMENT:
+    if len(text) <= _SEGMENT_CHARACTERS:
         return text
 
     num_tokens = 0
-    for start in range(0, len(text), _SEGMENT):
-        end = start + _SEGMENT
+    for start in range(0, len(text), _SEGMENT_CHARACTERS):
+        end = start + _SEGMENT_CHARACTERS
         num_tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
         # A token that spans two segments is counted as two or more, so stop only at twice the limit.
         if num_tokens > 2 * counting_limit(limit):
@@ -536,9 +535,9 @@ def drop_over_long(
 ) -> tuple[list[int], LengthReport]:
     """Return the indices of the items within ``limit`` tokens, and a report.
 
-    ``policy`` is ``drop`` or ``error``. Raises UserError for an item over the limit under ``error``, and
-    under either policy if no item is within the limit. ``setting`` and ``limit_setting`` are the
-    configuration keys of the data set and of the limit.
+    ``policy`` is ``drop`` or ``error``. Raises UserError if the policy is ``error`` and an item is over the
+    limit, or if no item is within the limit. ``setting`` and ``limit_setting`` are the configuration keys of
+    the data set and of the limit.
     """
     # Raise if the policy is `error`, or if no item would remain.
     over_long_indices = [index for index, length in enumerate(lengths) if length > limit]

@@ -63,7 +63,7 @@ def remarks(values: Mapping[str, Any], responses: Mapping[str, str] | None = Non
     reader = RecordReader(settings, "data.train", responses or {}, consumers=consumers, template=TEMPLATE)
     for _ in range(2):
         reader.read(Record(values, "test:1"))
-    return "\n".join(reader.remark_lines())
+    return "\n".join(reader.warning_lines())
 
 
 def tool(name: str, parameter: str, kind: str) -> dict[str, Any]:

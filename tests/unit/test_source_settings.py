@@ -34,7 +34,7 @@ from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses, load_prompts
 from megatron_rl.data.token_files import TokenFiles
-from megatron_rl.data.tokenizing import conversation_text, load_tokenizer
+from megatron_rl.data.tokenizing import load_tokenizer, make_conversation_renderer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.by_source import NO_FUNCTION, SOURCE, SourceRewards
@@ -468,13 +468,13 @@ def test_arguments_that_nothing_uses_are_reported() -> None:
     record = {"prompt": "1+1=", "ground_truth": "2", "chat_template_kwargs": {"thinsk": False}}
     reader = reader_of(chat_template=True)
     reader.read(Record(record, "test:1"))
-    (line,) = reader.remark_lines()
+    (line,) = reader.warning_lines()
     assert "`thinsk` first in test:1" in line and "did you mean thinks?" in line
 
     # Those of a source too.
     source = SourceConfig("test.jsonl", chat_template_kwargs={"thinsk": False, "thinks": True})
     data = fields_of(DataConfig(), source, "data.sources.easy")
-    (line,) = RecordReader(data, "data.sources.easy.path", template=TEMPLATE).remark_lines()
+    (line,) = RecordReader(data, "data.sources.easy.path", template=TEMPLATE).warning_lines()
     assert "`thinsk` first in data.sources.easy.chat_template_kwargs" in line
 
     # A prompt of text has no template, unless the field is not read.
@@ -483,7 +483,7 @@ def test_arguments_that_nothing_uses_are_reported() -> None:
     assert "data.chat_template_kwargs_field=null" in (caught.value.fix or "")
     reader = reader_of(chat_template_kwargs_field=None)
     reader.read(Record(record, "test:1"))
-    assert "`chat_template_kwargs` first in test:1" in "".join(reader.remark_lines())
+    assert "`chat_template_kwargs` first in test:1" in "".join(reader.warning_lines())
 
 
 def test_arguments_of_a_record_replace_those_of_its_source(tokenizer: Any, tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_later_turns_are_rendered_with_the_arguments_of_the_record(tokenizer: An
 def test_a_bounded_number_of_arguments_is_cached(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_format, "CACHED_KWARGS", 2)
     formats = ChatFormats(tokenizer, templated=True)
-    text = conversation_text(tokenizer)
+    text = make_conversation_renderer(tokenizer)
     assert text is not None
     for make in (formats.prompt_format, formats.environment_format, text.with_kwargs):
         first, second, third = (make({"thinks": False, "number": number}) for number in range(3))
