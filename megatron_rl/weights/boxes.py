@@ -100,8 +100,9 @@ def compute_regions(
 ) -> list[Region]:
     """Compute the regions that cover every destination box exactly once.
 
-    Tensors keep the order of the destinations; the regions of a tensor are sorted by start. Equal tuples of
-    ranks are the same object. Raises UncoveredError if no source contains an element of a destination box.
+    Tensors keep the order of the destinations; the regions of a tensor are sorted by start. Regions with
+    equal holders share one tuple object, and so do regions with equal receivers. Raises UncoveredError if no
+    source contains an element of a destination box.
     """
     rank_sets = _RankSets()
     sources_by_tensor = _spans_by_tensor(sources, rank_sets)
@@ -387,7 +388,7 @@ def split_expert_boxes(
     """Replace the boxes of fused expert tensors by boxes of one tensor per expert; keep all other boxes.
 
     ``expert_storage`` describes the fused tensors; None for a model with one tensor per expert. A box must
-    contain all outputs of gate and up, unless they are interleaved.
+    contain all outputs of the gate and up projections, unless the two are interleaved.
     """
     split_boxes: list[TensorBox] = []
     for box in boxes:
@@ -512,7 +513,7 @@ def _find_gaps(
     starts = starts[order]
     ends = ends[order]
 
-    # Compare each run with the end of everything before it.
+    # Compare the start of each run with the latest end of all runs before it.
     latest_ends = numpy.maximum.accumulate(ends)
     previous_ends = numpy.concatenate([[0], latest_ends[:-1]])
     distances = starts - previous_ends

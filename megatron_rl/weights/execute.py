@@ -23,8 +23,8 @@ SAMPLE_INTERVAL = 8
 """Number of syncs in which ``sampled`` verification checks every region once."""
 VERIFY = ("full", "sampled", "off")
 """Values of `hybrid_engine.verify`."""
-LISTED_FAULTS = 10
-"""Largest number of differing regions that an error lists."""
+MAX_LISTED_REGIONS = 10
+"""Maximum number of differing regions that an error lists."""
 
 
 class WeightMismatchError(RuntimeError):
@@ -45,7 +45,7 @@ class _Term(NamedTuple):
 
 
 class Execution:
-    """Views of every region that this rank sends, receives and copies; valid while the storages exist.
+    """Prepared execution of this rank's part of a reshard plan; valid while the storages exist.
 
     ``sources``, ``destinations``: live storages of this rank by name.
     ``staging_bytes``: limit of all send and receive buffers together.
@@ -147,7 +147,7 @@ class Execution:
             phase = schedule.phase_by_pair[peer, self._rank]
             receives_by_phase[phase][peer] = received_regions
 
-        # Phases in which this rank has no messages are left out: point-to-point needs no other rank.
+        # Skip phases in which this rank has no messages: point-to-point messages involve only two ranks.
         exchanges = []
         for phase in sorted({*sends_by_phase, *receives_by_phase}):
             exchange = Exchange(
@@ -233,7 +233,7 @@ class Execution:
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
         """Return this rank's checksums of ``regions``, as holder if ``is_reference``, else as receiver."""
-        # Without verification `_terms` are never built: they prepare a checksum for each region.
+        # Do not build `_terms` without verification, since they prepare a checksum for each region.
         if not regions:
             return []
 
@@ -319,7 +319,7 @@ class Execution:
         summary = (
             f"{len(mismatches)} regions of the engine's weights differ from the trainer's after the sync"
         )
-        mismatch_lines = "\n  ".join(mismatches[:LISTED_FAULTS])
+        mismatch_lines = "\n  ".join(mismatches[:MAX_LISTED_REGIONS])
         raise WeightMismatchError(f"{summary}:\n  {mismatch_lines}")
 
     def _describe_mismatch(
@@ -382,11 +382,11 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 # each weighted by its position in the whole tensor, so that a changed bit, a shifted block and swapped rows
 # or columns all change it. Integers wrap, so the order of summation does not matter.
 
-_CHUNK_WORDS = 2**18
-"""Number of 4-byte words of a tensor that are summed at a time on hosts, which have integer matrix products.
+_HOST_CHUNK_WORDS = 2**18
+"""Number of 4-byte words of a tensor that are summed at a time on CPUs, which have integer matrix products.
 
 The copy of such a chunk takes 1 MiB."""
-_WIDE_CHUNK_WORDS = 2**24
+_ACCELERATOR_CHUNK_WORDS = 2**24
 """Number of words summed at a time on accelerators, where small kernels are slow to launch.
 
 The products of words and weights take 64 MiB."""
@@ -397,7 +397,7 @@ _SPLITMIX_ROUNDS = (
     (27, -7723592293110705685),
     (31, 1),
 )
-"""(right shift, factor) of each round; the last one does not multiply."""
+"""(right shift, factor) of each round. The factor of the last round is 1."""
 
 
 class BoxChecksum:
@@ -441,9 +441,9 @@ class BoxChecksum:
         if in_place and self._has_product:
             rows_per_chunk = values.shape[-2]
         elif self._has_product:
-            rows_per_chunk = max(1, _CHUNK_WORDS // words_per_row)
+            rows_per_chunk = max(1, _HOST_CHUNK_WORDS // words_per_row)
         else:
-            rows_per_chunk = max(1, _WIDE_CHUNK_WORDS // words_per_row)
+            rows_per_chunk = max(1, _ACCELERATOR_CHUNK_WORDS // words_per_row)
 
         self._chunks: list[tuple[Tensor, Tensor]] = []
         for matrix, row_weights in _iterate_matrices(values, start):

@@ -224,8 +224,9 @@ def _divide_staging(
 ) -> Schedule:
     """Build the schedule of the given phases, with the smallest packing threshold that meets `MAX_MESSAGES`.
 
-    Regions below the threshold share messages. ``size_counts`` has the number of regions by their size
-    in bytes, for each bundle. The result exceeds `MAX_MESSAGES` if even full messages are too many.
+    Regions below the threshold share messages. ``size_counts`` has one mapping per bundle: size of a region
+    in bytes -> number of regions of this size. The result exceeds `MAX_MESSAGES` if even full messages are
+    too many.
     """
     max_streams = _max_streams(phase_by_pair)
     max_message_bytes = largest_message_bytes(staging_bytes, max_streams)
@@ -291,8 +292,8 @@ def _count_messages(
 ) -> dict[Pair, int]:
     """Return the number of messages of each pair.
 
-    ``size_counts`` has the number of regions by their size in bytes, for each bundle. Regions of at least
-    ``own_message_bytes`` get separate messages; smaller regions share messages.
+    ``size_counts`` has one mapping per bundle: size of a region in bytes -> number of regions of this size.
+    Regions of at least ``own_message_bytes`` get separate messages; smaller regions share messages.
     """
     own_messages: Counter[Pair] = Counter()
     packed_bytes: Counter[Pair] = Counter()
@@ -448,7 +449,8 @@ def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> It
         sender_starts[receiver] = {}
         for sender, num_bytes in receiver_shares:
             index = _nearest_boundary(ends, offset)
-            # A later sender at the same boundary replaces the previous one, whose bytes round to no region.
+            # If the bytes of two senders are rounded to the same boundary, the earlier sender gets no region:
+            # the later one replaces it.
             if index < len(group):
                 sender_starts[receiver][index] = sender
             offset += num_bytes

@@ -45,7 +45,7 @@ class _SourceBox:
 
 
 class _Axis(NamedTuple):
-    """One dimension of a copy: ``length`` elements, ``step`` apart along source dimension ``dim``."""
+    """One dimension of a copy: ``length`` elements along dimension ``dim`` of the source tensor."""
 
     dim: int | None
     """Dimension of the source tensor; None for a broadcast dimension."""
@@ -93,7 +93,7 @@ class CopyRecorder(TorchDispatchMode):
         for name, tensor in destinations.items():
             intervals = self._destinations.setdefault(_storage_address(tensor), [])
             begin = int(tensor.storage_offset())
-            end = begin + _extent(tensor)
+            end = begin + _num_spanned_elements(tensor)
             is_tied = any(interval[:2] == (begin, end) for interval in intervals)
             if not is_tied:
                 intervals.append((begin, end, name))
@@ -104,7 +104,7 @@ class CopyRecorder(TorchDispatchMode):
         """Boxes of the copies so far, in the order of the copies."""
         self.zeroed: set[str] = set()
         """Destinations that receive a source tensor after the loader has set it to zero."""
-        self._zeros: set[int] = set()
+        self._zeroed_storages: set[int] = set()
         """Storages of the source tensors that the loader has set to zero."""
 
     def add_source(self, name: str, tensor: Tensor) -> None:
@@ -143,7 +143,7 @@ class CopyRecorder(TorchDispatchMode):
         source_box = self._source_boxes[_storage_address(source)]
         if source.numel() != math.prod(source_box.size):
             raise TraceError(f"a part of {source_box.name!r} is set to zero")
-        self._zeros.add(_storage_address(source))
+        self._zeroed_storages.add(_storage_address(source))
         return source
 
     def _record_or_execute_copy(
@@ -166,7 +166,7 @@ class CopyRecorder(TorchDispatchMode):
         name, destination_begin = destination
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
-        if _storage_address(source) in self._zeros:
+        if _storage_address(source) in self._zeroed_storages:
             self.zeroed.add(name)
         elif target.numel():
             # `copy_` broadcasts its source.
@@ -192,7 +192,7 @@ class CopyRecorder(TorchDispatchMode):
             interval = intervals[index]
 
         begin, end, name = interval
-        if view_begin + _extent(tensor) > end:
+        if view_begin + _num_spanned_elements(tensor) > end:
             return None
         return name, begin
 
@@ -528,15 +528,15 @@ def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _extent(tensor: Tensor) -> int:
+def _num_spanned_elements(tensor: Tensor) -> int:
     """Return the number of storage elements from a tensor's first to its last element, inclusive."""
     if not tensor.numel():
         return 0
 
-    extent = 1
+    num_elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        extent += (size - 1) * stride
-    return extent
+        num_elements += (size - 1) * stride
+    return num_elements
 
 
 def _drop_dim(

@@ -210,7 +210,7 @@ class Exchange:
             if next_index < self.rounds:
                 next_handles = self._post_messages(next_index, buffers[next_index % 2])
 
-            # On a device the wait also makes the unpacking run after the arrival.
+            # On an accelerator, `wait` does not block the host: the stream unpacks after the arrival.
             for handle in work_handles:
                 handle.wait()
             self._unpack_messages(round_index, buffers[round_index % 2])

@@ -40,7 +40,7 @@ def test_devices_without_integer_products_agree(monkeypatch, dtype, start, colum
     whole = checksum(beside.clone(), (0, start), dtype)
     assert checksum(beside, (0, start), dtype) == whole
     monkeypatch.setattr(execute, "_has_integer_product", lambda kind: False)
-    monkeypatch.setattr(execute, "_WIDE_CHUNK_WORDS", 512)
+    monkeypatch.setattr(execute, "_ACCELERATOR_CHUNK_WORDS", 512)
     assert checksum(beside, (0, start), dtype) == checksum(beside.clone(), (0, start), dtype) == whole
 
 

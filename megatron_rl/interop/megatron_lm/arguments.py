@@ -1,8 +1,9 @@
-"""Conversion between Megatron-LM's arguments and config.json, by a single table of a model's arguments.
+"""Conversion between Megatron-LM's arguments and config.json, with one table for both directions.
 
-`derive_arguments` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
-direction a config.json, derived or from the tokenizer's folder, is accepted only if `derive_arguments`
-returns the checkpoint's arguments for it. A second table, which could contradict the first, is not needed.
+`derive_arguments` returns the arguments of a model, for a checkpoint that Megatron-LM reads. A checkpoint
+that Megatron-LM wrote has arguments and needs a config.json, which is derived or read from the tokenizer's
+folder. It is accepted only if `derive_arguments` returns the checkpoint's arguments for it, so the two
+directions cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _SETTINGS_WITHOUT_ARGUMENT = (
 )  # fmt: skip
 """Settings of a model in Megatron that need no argument of the same name.
 
-Some concern only training, others have an argument of a different name, and latent attention has no query
-groups. For the last three settings, of YaRN, Megatron-LM has no arguments, and uses the values of DeepSeek's
-checkpoints.
+Some affect only training, and some have an argument of a different name. ``num_query_groups`` has no effect
+in latent attention. The last three are settings of YaRN: Megatron-LM has no arguments for them, and uses the
+values of DeepSeek's checkpoints.
 """
 _ARGUMENTS_WITHOUT_EFFECT = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
@@ -148,9 +149,9 @@ def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[st
 
     for name, value in settings.items():
         argument = arguments.get(name)
-        # A setting that is off needs no argument.
-        is_off = not argument and not value
-        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or is_off:
+        # A setting that is disabled needs no argument.
+        is_disabled = not argument and not value
+        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or is_disabled:
             continue
         return UNSUPPORTED_ARGUMENTS.get(name, f"{name} = {value}")
     if model.family.features:
@@ -295,7 +296,7 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
 
 
 def _transformers_family(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return model_type and architecture of the transformers class with the layers of the arguments."""
+    """Return the model_type and the architecture in transformers of the model that the arguments describe."""
     has_experts = bool(arguments.get("num_experts"))
     has_qk_norm = bool(arguments.get("qk_layernorm"))
 

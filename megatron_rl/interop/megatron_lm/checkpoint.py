@@ -1,6 +1,6 @@
 """Metadata of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
-Megatron-LM stores arguments and the directory of tensors as pickles. They are read without running code: the
+Megatron-LM stores the arguments and the index of tensors as pickles. They are read without running code: the
 reader replaces all functions and classes by inert values (`pickles`). The reader needs no torch, so that
 `check` can verify a checkpoint anywhere.
 """
@@ -48,7 +48,7 @@ _CONVERT = (
 )
 """Fix in the error for the checkpoint ``folder`` in the legacy format."""
 _MAX_LISTED = 6
-"""Largest number of names in an error, and of errors."""
+"""Maximum number of names that an error lists, and of errors that are reported."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class MegatronCheckpoint:
         # Report missing and unexpected tensors first: they explain the other errors.
         unexpected_keys = sorted(set(self.tensors) - used_keys)
         if missing_names or unexpected_keys:
-            errors.insert(0, self._other_tensors_error(missing_names, unexpected_keys))
+            errors.insert(0, self._unmatched_tensors_error(missing_names, unexpected_keys))
         return locations, errors[:_MAX_LISTED]
 
     def file_errors(self) -> Iterator[UserError]:
@@ -326,7 +326,9 @@ class MegatronCheckpoint:
             fix="name the configuration that belongs to this checkpoint",
         )
 
-    def _other_tensors_error(self, missing_names: Sequence[str], unexpected_keys: Sequence[str]) -> UserError:
+    def _unmatched_tensors_error(
+        self, missing_names: Sequence[str], unexpected_keys: Sequence[str]
+    ) -> UserError:
         """Return the error for tensors that are missing, or that the model does not have."""
         expected = "only the model's tensors"
         if missing_names:
@@ -346,7 +348,7 @@ class MegatronCheckpoint:
 
 
 def read_pointer(path: str | Path) -> dict[str, Any] | None:
-    """Read the pointer of a model's folder to a Megatron checkpoint; return None without a pointer."""
+    """Read the file in a model's folder that points to a Megatron checkpoint; return None if it is absent."""
     file = Path(path) / POINTER
     if not file.is_file():
         return None
@@ -455,11 +457,11 @@ def _contains_parameter(
     expected_shape: tuple[int, ...],
     is_padded: bool,
 ) -> bool:
-    """Return whether a tensor contains a parameter of ``expected_shape`` at its leading indices ``index``.
+    """Return whether a tensor of ``stored_shape``, indexed by ``index``, has the shape of a parameter.
 
     ``is_padded``: whether the tensor may have more rows than the parameter.
     """
-    if any(position >= extent for position, extent in zip(index, stored_shape, strict=False)):
+    if any(position >= size for position, size in zip(index, stored_shape, strict=False)):
         return False
 
     inner_shape = stored_shape[len(index) :]
@@ -469,10 +471,10 @@ def _contains_parameter(
 
 
 def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
-    """Return the possible locations of a layer's parameter, first in stacked, then in separate tensors.
+    """Return the possible locations of a layer's parameter: stacked tensors first, then separate tensors.
 
-    A parameter outside of experts has no ``expert``. Megatron stacks all layers in one tensor if they
-    are equal. Names differ between Transformer Engine's layers and Megatron's plain layers.
+    For a parameter outside of experts, pass None as ``expert``. Megatron stacks all layers in one tensor if
+    they are equal. Names differ between Transformer Engine's layers and Megatron's plain layers.
     """
     expert_index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]
@@ -486,7 +488,10 @@ def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list
 
 
 def _find_iteration_folder(path: Path, setting: str) -> Path:
-    """Return the ``iter_*`` folder in the tracker of ``path``, or ``path`` itself if it is an iteration."""
+    """Return the folder of the iteration that the tracker file in ``path`` names.
+
+    If ``path`` is itself the folder of an iteration, it is returned unchanged.
+    """
     tracker = path / TRACKER
     if not tracker.is_file():
         if (path / TENSOR_INDEX).is_file() or _is_legacy(path):

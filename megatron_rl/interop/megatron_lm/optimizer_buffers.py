@@ -104,13 +104,13 @@ class _WriterModel:
     vocabulary_rows: int
     """Number of rows of the padded vocabulary."""
     layout: ParallelLayout
-    """Layout that wrote the checkpoint."""
+    """Parallel layout of the run that wrote the checkpoint."""
     implementation: LayerImplementation
     """Implementation of the layers."""
 
 
 def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
-    """Return the layout that wrote a checkpoint, from its arguments."""
+    """Return the parallel layout of the run that wrote a checkpoint, from the checkpoint's arguments."""
 
     def read_size(name: str, default: int = 1) -> int:
         return int(arguments.get(name) or default)
@@ -244,8 +244,8 @@ def _chunk_parameters(
 ) -> list[_LocalParameter]:
     """Return a chunk's parameters in the order of the chunk's modules.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` selects the weights by
-    `Weight.expert`: False includes the weights outside of experts, True the weights of experts.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` are the accepted values of
+    `Weight.expert`: ``[True]`` selects only the weights of experts.
     """
     # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
@@ -283,7 +283,7 @@ def _layer_parameters(
     """
     tensor_rank, _, expert_tensor_rank = shard
     if not weight.expert:
-        # Transformer Engine fuses a norm into the next linear layer, if the layer has this linear layer.
+        # Transformer Engine fuses a norm into the linear layer that follows it, if this layer has one.
         name = weight.name
         module_names = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
         if model.implementation.fused and _module_name(weight.fused) in module_names:

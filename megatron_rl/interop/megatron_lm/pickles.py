@@ -1,7 +1,7 @@
 """Reader of a Megatron checkpoint's pickles that does not run them: arguments, tensors, optimizer states.
 
-The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
-and boxes of every tensor, and another pickle contains the values that are common to all ranks.
+The format is torch's distributed checkpoint: an index of tensors (``.metadata``) lists the files, offsets and
+boxes of every tensor, and another pickle contains the values that are common to all ranks.
 
 A pickle is a program: it calls the functions that it names. This reader resolves every name to an inert
 value, so that no checkpoint can run code.
@@ -59,7 +59,7 @@ class Chunk:
     start: tuple[int, ...]
     """First index of the box in each dimension."""
     size: tuple[int, ...]
-    """Extent of the box in each dimension."""
+    """Size of the box in each dimension."""
     file: str
     """Name of the file in the checkpoint's folder."""
     offset: int
@@ -99,7 +99,7 @@ class Bucket(NamedTuple):
     """Index of the bucket in its buffer."""
 
     def buffer_name(self) -> str:
-        """Return the checkpoint's name of the buffer."""
+        """Return the name of the buffer, from the parts of the checkpoint's tensor names."""
         return f"chained_{self.optimizer} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
 
 
@@ -233,7 +233,9 @@ def read_common(folder: Path) -> CommonValues:
         if path.is_file():
             source: Path | io.BytesIO = path
         else:
-            source = _read_value(folder, _read_directory(folder)["storage_data"], re.compile(_COMMON_VALUE))
+            source = _read_value(
+                folder, _read_tensor_index(folder)["storage_data"], re.compile(_COMMON_VALUE)
+            )
 
         with zipfile.ZipFile(source) as archive:
             content, prefix = _load_content(archive)
@@ -265,8 +267,8 @@ def read_common(folder: Path) -> CommonValues:
         raise _damaged_file_error(path, error) from error
 
 
-def _read_directory(folder: Path) -> dict[str, Any]:
-    """Read the attributes of the directory of tensors, a ``Metadata`` of torch, by name."""
+def _read_tensor_index(folder: Path) -> dict[str, Any]:
+    """Read the attributes of the index of tensors, an object of torch's class ``Metadata``, by name."""
     return vars(read_pickle((folder / TENSOR_INDEX).read_bytes()).state)
 
 
@@ -277,7 +279,7 @@ def _read_value(
 ) -> io.BytesIO:
     """Read the bytes of the first value with a matching name from the checkpoint's files.
 
-    ``location_by_index`` is the directory's map from tensors and values to files and offsets.
+    ``location_by_index`` maps the tensors and values in the index to files and offsets.
     """
     for index, location in location_by_index.items():
         value_name = vars(index.state)["fqn"]
@@ -356,20 +358,20 @@ def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None
 
 
 def read_tensors(folder: Path) -> CheckpointTensors:
-    """Read the directory of a checkpoint's tensors; raise UserError for a damaged or missing file."""
+    """Read the index of a checkpoint's tensors; raise UserError for a damaged or missing file."""
     try:
-        return _read_directory_tensors(folder)
+        return _read_indexed_tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
         raise _damaged_file_error(folder / TENSOR_INDEX, error) from error
 
 
-def _read_directory_tensors(folder: Path) -> CheckpointTensors:
-    """Return the tensors in the directory, separated into weights and optimizer states."""
-    directory = _read_directory(folder)
+def _read_indexed_tensors(folder: Path) -> CheckpointTensors:
+    """Return the tensors in the index, separated into weights and optimizer states."""
+    tensor_index = _read_tensor_index(folder)
 
     # Name of a tensor -> first index of a box -> attributes of the box's location, such as file and offset.
     locations_by_name: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, location in directory["storage_data"].items():
+    for index, location in tensor_index["storage_data"].items():
         index_fields = vars(index.state)
         start = tuple(index_fields.get("offset") or ())
         locations_by_name.setdefault(index_fields["fqn"], {})[start] = vars(location.state)
@@ -377,7 +379,7 @@ def _read_directory_tensors(folder: Path) -> CheckpointTensors:
     tensors: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}
     buffers: dict[str, dict[Bucket, StoredTensor]] = {}
-    for name, metadata in directory["state_dict_metadata"].items():
+    for name, metadata in tensor_index["state_dict_metadata"].items():
         tensor_fields = vars(metadata.state)
         # Values without chunks are not tensors.
         if "chunks" not in tensor_fields:
@@ -407,7 +409,7 @@ def _read_directory_tensors(folder: Path) -> CheckpointTensors:
     # The settings of an optimizer with flat buffers are stored next to the buffers, not in the common values.
     steps = None
     if buffers:
-        with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS_NAME)) as archive:
+        with zipfile.ZipFile(_read_value(folder, tensor_index["storage_data"], _SETTINGS_NAME)) as archive:
             content, prefix = _load_content(archive)
             steps = _read_step_count(content, archive, prefix)
     return CheckpointTensors(tensors, states, buffers, steps)
