@@ -1,17 +1,17 @@
-"""What packing, filters, adaptive lengths and sampling profiles change, each added to the one before.
+"""Measure the effect of packing, filters, adaptive lengths and sampling profiles, added one after the other.
 
     python benchmarks/ablation.py [--quick] [--seeds 1-3] [--only NAME,…] [--ranks N] [--folder DIR]
                                   [--record] [KEY=VALUE …]
 
 All runs start from one model after a supervised warm-up, on the task of benchmarks/ablation_task.py, with
-the configuration benchmarks/ablation.yaml and the overrides of their variant; KEY=VALUE is an override of all
-runs. Each seed is a run of its own, started by torchrun as a user starts it. Finished runs are not repeated,
-so an interrupted call resumes; --only and --seeds choose the runs to start, and the table has every finished
-run of these seeds.
+the configuration benchmarks/ablation.yaml and the overrides of their variant. KEY=VALUE is an override of all
+runs. Each variant and seed is a separate run, which torchrun starts. Finished runs are not repeated, so an
+interrupted call resumes. --only and --seeds choose the runs to start. The table contains every finished run
+of these seeds.
 
-The one idea: below each variant stands its difference from the variant before it, which is the same without
-the technique. Differences are of runs with the same seed. One that has the same sign in every seed is bold;
-nothing is left out.
+A variant is the previous variant with one more technique. Below each variant, the table shows its difference
+from the previous variant, between runs with the same seed. A difference that has the same sign for every
+seed is bold.
 
 The folder gets ablation.md (tables), ablation.svg (picture), ablation.json (every number of every run with
 its command and revision) and compare.html (settings and curves, by the command ``compare``). --record copies
@@ -36,7 +36,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import yaml
-from common import HERE, ChildFailed, hardware, say, torchrun, versions, warn_if_busy
+from common import HERE, ChildFailed, hardware, print_progress, torchrun, versions, warn_if_busy
 from seeds import seeds_of
 
 from megatron_rl.config.run_folder import RunFolder
@@ -53,9 +53,9 @@ RECORDED = {
     "ablation.json": Path("docs/recorded/ablation.json"),
     "ablation.svg": Path("docs/images/ablation.svg"),
 }
-"""Files of the page docs/ablation.md, by the names that they have in the folder of the runs."""
+"""Name of a file in the folder of the runs -> its copy for the page docs/ablation.md."""
 TIMEOUT = 3600
-"""Seconds for one run."""
+"""Maximum seconds of one run."""
 QUICK = (
     "steps=3",
     "batch.prompts_per_step=8",
@@ -63,14 +63,14 @@ QUICK = (
     "sft.steps=30",
     "evaluation.sets.held_out.max_prompts=20",
 )
-"""Overrides of ``--quick``: the runs are real, and too short to learn."""
+"""Overrides of ``--quick``: complete runs, but too short to learn."""
 SCORER = "function"
-"""Scorer of the configuration, whose saved calls have the metric ``reward/saved/function``."""
+"""Scorer of the configuration. Filters save a fraction of its calls, the metric ``reward/saved/function``."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of the run: the variant before it with some settings changed.
+    """Variant of the training run: the previous variant with some settings changed.
 
     Example: ``Variant("lengths", "+ adaptive lengths", {"rollout.max_response_tokens": "auto"})``.
     """
@@ -80,7 +80,7 @@ class Variant:
     title: str
     """Title of its row."""
     settings: Mapping[str, str | None]
-    """Overrides by key; None removes one of an earlier variant."""
+    """Overrides by key; None removes an override of an earlier variant."""
 
 
 VARIANTS = (
@@ -177,7 +177,7 @@ def overrides_of(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Folder of the runs, and what all of them have in common."""
+    """Folder of all runs, and the settings that they share."""
 
     folder: Path
     """Folder of runs, records and tables, relative to the repository if it is inside."""
@@ -197,11 +197,11 @@ class Campaign:
         return self.folder / "warm" / "hf"
 
     def run_folder(self, name: str, seed: int) -> Path:
-        """Return the run folder of a variant's seed."""
+        """Return the run folder of a variant and a seed."""
         return self.folder / f"{name}-{seed}"
 
     def record(self, run: Path) -> Path:
-        """Return the file that a finished run leaves, with its command and revision."""
+        """Return the file that is written when a run has finished, with its command and revision."""
         return self.folder / f"{run.name}.json"
 
     def train(self, name: str, seed: int) -> None:
@@ -211,9 +211,9 @@ class Campaign:
         self._run_once(run, "train", settings)
 
     def warm_up(self) -> None:
-        """Make the task, and the model that every run starts from; raises ChildFailed."""
+        """Write the task, and train the model from which every run starts; raises ChildFailed."""
         if not (self.task / "sft.jsonl").is_file():
-            say("ablation", f"model and problems in {self.task}")
+            print_progress("ablation", f"model and problems in {self.task}")
             # Imported late: it needs transformers, which takes seconds.
             import ablation_task
 
@@ -241,24 +241,24 @@ class Campaign:
 
         record = self.record(run)
         if record.is_file():
-            earlier = json.loads(record.read_text(encoding="utf-8"))["command"]
-            if earlier != command:
+            recorded_command = json.loads(record.read_text(encoding="utf-8"))["command"]
+            if recorded_command != command:
                 raise ChildFailed(
-                    f"{run} has the run of another command; expected: {command}; got: {earlier}; "
+                    f"{run} has the run of another command; expected: {command}; got: {recorded_command}; "
                     f"fix: remove {record} and {run}, or choose another --folder"
                 )
             return
 
-        # An unfinished run resumes, which must not happen with another command.
-        started = run.with_name(f"{run.name}.command")
-        if run.exists() and started.is_file() and started.read_text(encoding="utf-8") != command:
+        # An unfinished run resumes, but only with the command that started it.
+        command_file = run.with_name(f"{run.name}.command")
+        if run.exists() and command_file.is_file() and command_file.read_text(encoding="utf-8") != command:
             raise ChildFailed(
-                f"{run} was begun by another command; expected: {command}; "
-                f"got: {started.read_text(encoding='utf-8')}; fix: remove {run}, or choose another --folder"
+                f"{run} was begun by another command; expected: {command}; got: "
+                f"{command_file.read_text(encoding='utf-8')}; fix: remove {run}, or choose another --folder"
             )
-        write_text(started, command)
+        write_text(command_file, command)
 
-        say("ablation", f"{run.name} …")
+        print_progress("ablation", f"{run.name} …")
         seconds = torchrun(arguments, self.ranks, 1, self.folder / f"{run.name}.log", TIMEOUT)
         content = {
             "command": command,
@@ -270,7 +270,7 @@ class Campaign:
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Return the numbers of a finished run, from its metrics."""
+    """Compute the numbers of a finished run from its metrics."""
     folder = RunFolder(run)
     all_lines = run_metrics(folder).lines
     # Line 0 is the evaluation before the first step.
@@ -281,11 +281,11 @@ def measure(run: Path) -> dict[str, float]:
     def values(name: str) -> list[float]:
         return metric_series(lines, name)[1]
 
-    def final(name: str) -> float:
+    def mean_of_last_steps(name: str) -> float:
         return fmean(values(name)[-WINDOW:])
 
     # Without filters the metric is absent, and no call is saved.
-    saved = [line.get(f"reward/saved/{SCORER}", 0.0) for line in lines]
+    saved_shares = [line.get(f"reward/saved/{SCORER}", 0.0) for line in lines]
     _, accuracies = metric_series(all_lines, "eval/held_out/accuracy")
     return {
         # Medians: other work on the machine disturbs single steps.
@@ -295,17 +295,17 @@ def measure(run: Path) -> dict[str, float]:
         "learn": median(values("time/learn")),
         "sync": median(values("time/reshard")),
         "tokens": rows * sum(values("response/length")),
-        "calls": rows * sum(1 - share for share in saved),
+        "calls": rows * sum(1 - share for share in saved_shares),
         "truncated": fmean(values("response/truncated_fraction")),
-        "kl": final("kl/ref"),
-        "reward": final("reward/mean"),
+        "kl": mean_of_last_steps("kl/ref"),
+        "reward": mean_of_last_steps("reward/mean"),
         "variance": fmean(deviation**2 for deviation in values("reward/std")[-WINDOW:]),
         "before": accuracies[0],
         "accuracy": accuracies[-1],
     }
 
 
-def finished(campaign: Campaign, seeds: Sequence[int]) -> dict[str, dict[int, dict[str, float]]]:
+def measure_finished_runs(campaign: Campaign, seeds: Sequence[int]) -> dict[str, dict[int, dict[str, float]]]:
     """Return the numbers of all finished runs of the seeds, by variant in the order of `VARIANTS`."""
     results: dict[str, dict[int, dict[str, float]]] = {}
     for variant in VARIANTS:
@@ -319,14 +319,17 @@ def finished(campaign: Campaign, seeds: Sequence[int]) -> dict[str, dict[int, di
 # Tables
 
 
-def differences(results: Results, name: str, before: str, key: str) -> list[float]:
-    """Return the differences of a number between two variants, for each seed that both have."""
-    common = [seed for seed in results[name] if seed in results[before]]
-    return [results[name][seed][key] - results[before][seed][key] for seed in common]
+def differences(results: Results, name: str, previous: str, key: str) -> list[float]:
+    """Return the difference of a number between two variants, for each seed that both have.
+
+    ``key`` is the key of the number in `measure`.
+    """
+    shared_seeds = [seed for seed in results[name] if seed in results[previous]]
+    return [results[name][seed][key] - results[previous][seed][key] for seed in shared_seeds]
 
 
 def mean_text(values: Sequence[float], form: str) -> str:
-    """Return the mean of values with their standard deviation, which a single value does not have."""
+    """Format the mean of values and, for several values, their standard deviation."""
     text = format(fmean(values), form)
     if len(values) > 1:
         # A deviation has no sign.
@@ -335,25 +338,26 @@ def mean_text(values: Sequence[float], form: str) -> str:
 
 
 def difference_text(values: Sequence[float], form: str) -> str:
-    """Return a difference, bold if several seeds agree in its sign."""
+    """Format the mean of differences; it is bold if the differences of several seeds have the same sign."""
     if not values:
         return "-"
     text = mean_text(values, f"+{form}")
-    # As printed: sums in another order differ by rounding, which is no difference.
-    printed = [float(format(value, form.replace(",", ""))) for value in values]
-    agree = all(value > 0 for value in printed) or all(value < 0 for value in printed)
-    if agree and len(values) > 1:
+    # Compare the values as they are printed: sums in another order differ by rounding.
+    printed_values = [float(format(value, form.replace(",", ""))) for value in values]
+    is_increase = all(value > 0 for value in printed_values)
+    is_decrease = all(value < 0 for value in printed_values)
+    if (is_increase or is_decrease) and len(values) > 1:
         return f"**{text}**"
     return text
 
 
 def table(results: Results, columns: Sequence[Column]) -> str:
-    """Return a Markdown table: a row for each variant, and below it its difference from the one before."""
+    """Return a Markdown table: a row for each variant, and below it the difference from the previous row."""
     lines = [
         f"| | {' | '.join(column.title for column in columns)} |",
         f"|---{'|---:' * len(columns)}|",
     ]
-    before: str | None = None
+    previous: str | None = None
     for variant in VARIANTS:
         if variant.name not in results:
             continue
@@ -361,13 +365,13 @@ def table(results: Results, columns: Sequence[Column]) -> str:
         cells = [mean_text([run[column.key] for run in runs], column.form) for column in columns]
         lines.append(f"| {variant.title} | {' | '.join(cells)} |")
 
-        if before is not None:
+        if previous is not None:
             cells = [
-                difference_text(differences(results, variant.name, before, column.key), column.form)
+                difference_text(differences(results, variant.name, previous, column.key), column.form)
                 for column in columns
             ]
             lines.append(f"| … against the row before | {' | '.join(cells)} |")
-        before = variant.name
+        previous = variant.name
     return "\n".join(lines)
 
 
@@ -378,8 +382,8 @@ PALE = "#4b5563"
 GRID = "#e5e7eb"
 BLUE = "#2563a8"
 WIDTH = 720
-LABELS = 164
-"""Width of the variants' titles."""
+LABEL_WIDTH = 164
+"""Width of the column with the variants' titles."""
 ROW_HEIGHT = 24
 BAND_HEIGHT = 46 + ROW_HEIGHT * len(VARIANTS)
 
@@ -401,9 +405,9 @@ def picture(results: Results) -> str:
             for index, variant in enumerate(VARIANTS)
             if variant.name in results
         ]
-        width = (WIDTH - LABELS - 12) / len(columns)
+        width = (WIDTH - LABEL_WIDTH - 12) / len(columns)
         for index, column in enumerate(columns):
-            elements += _panel(results, column, LABELS + index * width, width - 18, top)
+            elements += _panel(results, column, LABEL_WIDTH + index * width, width - 18, top)
     return "\n".join([*elements, "</svg>\n"])
 
 
@@ -416,7 +420,7 @@ def _panel(results: Results, column: Column, x_min: float, width: float, top: fl
     span = max(numbers) - lowest
 
     def x(value: float) -> float:
-        # Without a difference between runs, all are in the middle.
+        # If all runs have the same number, it is in the middle.
         share = 0.5
         if span:
             share = (value - lowest) / span
@@ -468,10 +472,10 @@ def _text(x: float, y: float, text: str, color: str, anchor: str = "start", size
 
 
 def report(campaign: Campaign, results: Results) -> dict[str, Any]:
-    """Return every number of the finished runs, with the settings, commands and revisions behind them."""
+    """Return every number of the finished runs, with their settings, commands and revisions."""
     columns = [asdict(column) for column in itertools.chain(*TABLES)]
     content: dict[str, Any] = {"columns": columns, "variants": []}
-    before: str | None = None
+    previous: str | None = None
     for variant in VARIANTS:
         if variant.name not in results:
             continue
@@ -482,12 +486,12 @@ def report(campaign: Campaign, results: Results) -> dict[str, Any]:
 
         entry = {"name": variant.name, "title": variant.title, "overrides": overrides_of(variant.name)}
         entry["runs"] = runs
-        if before is not None:
+        if previous is not None:
             keys = runs[0]["numbers"]
-            entry["difference_from"] = before
-            entry["differences"] = {key: differences(results, variant.name, before, key) for key in keys}
+            entry["difference_from"] = previous
+            entry["differences"] = {key: differences(results, variant.name, previous, key) for key in keys}
         content["variants"].append(entry)
-        before = variant.name
+        previous = variant.name
     return content
 
 
@@ -554,7 +558,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default_seeds = "1"
         overrides = [*QUICK, *overrides]
 
-    # Paths relative to the repository, so that the recorded commands hold for any checkout.
+    # Make paths relative to the repository, so that the recorded commands are valid in any checkout.
     folder = (options.folder or ROOT / default_folder).resolve()
     if folder.is_relative_to(ROOT):
         folder = folder.relative_to(ROOT)
@@ -564,13 +568,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     campaign = Campaign(folder, ranks, tuple(overrides))
     seeds = seeds_of(options.seeds or default_seeds)
 
-    # As Ctrl-C: the run in progress ends with a checkpoint, from which the next call resumes it.
+    # Handle SIGTERM like Ctrl-C: the current run ends with a checkpoint, from which the next call resumes it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     warn_if_busy("ablation")
     failures = []
     try:
         campaign.warm_up()
-        # The seed is the outer loop: a load that drifts then disturbs all variants alike.
+        # The seed is the outer loop: a load that drifts then disturbs all variants equally.
         for seed in seeds:
             for name in options.only:
                 try:
@@ -580,18 +584,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildFailed as error:
         failures.append(f"warm-up: {error}")
 
-    # Tables of an incomplete campaign help to decide whether to continue it.
-    results = finished(campaign, seeds)
+    # Write the tables even if runs are missing: they help to decide whether to continue.
+    results = measure_finished_runs(campaign, seeds)
     if results:
         write(campaign, results)
         print(markdown(results))
-        say("ablation", f"wrote {', '.join(RECORDED)} and compare.html to {folder}")
+        print_progress("ablation", f"wrote {', '.join(RECORDED)} and compare.html to {folder}")
         if options.record:
             for name, recorded in RECORDED.items():
                 shutil.copyfile(folder / name, recorded)
-    # Failures come last, where a reader of the console sees them.
+    # Print failures last, where a reader of the console sees them.
     for failure in failures:
-        say("ablation", f"NOT MEASURED: {failure}")
+        print_progress("ablation", f"NOT MEASURED: {failure}")
     return int(bool(failures))
 
 

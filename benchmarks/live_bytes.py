@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Mode that counts the bytes of tensors created inside it and still alive; ``peak`` is the maximum."""
+    """Dispatch mode that counts the bytes of live tensors created in its block; ``peak`` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()

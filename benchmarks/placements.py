@@ -1,19 +1,23 @@
-"""Cost of placement and order: all roles on all ranks, separate rollout ranks, and sampling ahead.
+"""Compare placements of the roles: all roles on all ranks, separate rollout ranks, and sampling ahead.
 
     python benchmarks/placements.py [--quick] [--repeats N] [--json FILE]
 
-A model of 25.7M parameters, responses with a long tail (a mean of 0.15 of the limit, which few reach) and one
-rank per core, at least two. ``colocate`` has all roles on all ranks. In the other cases the first half of the
-ranks only trains and the second half only samples: ``lockstep``, one after the other; ``closed``, at the same
-time with ``asynchrony.steps_ahead`` 1, where a step trains on exactly its own prompts; and ``open``, where it
-trains on the groups that are complete.
+The model has 25.7M parameters. The mean response length is 0.15 of the limit, which few responses reach.
+There is one rank per core, and at least two ranks. With ``colocate``, all roles are on all ranks. With the
+other methods, the first half of the ranks only trains and the second half only samples:
 
-The side with less work would always wait, so the work is balanced first: two probes in the open order choose
-``rollout.vllm.max_num_seqs``, the number of rows in the engine, so that sampling takes as long as training.
-The remaining idle time is the cost of the order. All orders do the same work.
+- ``lockstep``: training and sampling alternate.
+- ``closed``: both run at the same time with ``asynchrony.steps_ahead`` 1, and a step trains on exactly its
+  own prompts.
+- ``open``: both run at the same time, and a step trains on the groups that are complete.
 
-Runs take turns; the first two steps of each warm up and are not counted. Metrics: seconds per step with its
-ratio to colocate, and the share of a step in which each kind of rank waits for the other.
+Ranks with less work would always wait, so the work is balanced first. Two short runs with ``open`` determine
+the number of rows in the engine (``rollout.vllm.max_num_seqs``) with which sampling takes as long as
+training. The remaining idle time is the cost of the method. All methods do the same work.
+
+Runs take turns. The first two steps of each run are a warm-up and are not counted. Metrics: seconds per step
+with the ratio to colocate, and the fraction of a step in which training and rollout ranks wait for each
+other.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import Report, arguments, cores, say, torchrun, warn_if_busy
-from workload import Workload, configuration, make
+from common import Report, cores, make_parser, print_progress, torchrun, warn_if_busy
+from workload import Workload, configuration, write_workload
 
 from megatron_rl.metrics import read_metrics
 
@@ -45,7 +49,7 @@ QUICK = Workload(
 )
 WARM_UP_STEPS = 2
 FEW_ROWS = 4
-"""Rows of the probe in which sampling surely takes longer than learning."""
+"""Number of rows with which sampling certainly takes longer than learning."""
 STANDALONE = ("placement=standalone",)
 AHEAD = (*STANDALONE, "asynchrony.steps_ahead=1")
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -67,8 +71,10 @@ def run(
     steps: int,
     rows: int,
 ) -> Steps:
-    """Train with the command that users call; return the metrics of the steps that count."""
-    say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
+    """Train with the command that users call; return the metrics of the steps after the warm-up."""
+    print_progress(
+        "placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once"
+    )
 
     config = folder / f"{name}.yaml"
     run_dir = folder / name
@@ -83,26 +89,26 @@ def run(
     )
 
     lines = read_metrics(run_dir / "metrics.jsonl")[WARM_UP_STEPS:]
-    # During the last step of a run nothing is sampled ahead.
+    # Drop the last step of a run with sampling ahead: nothing is sampled during it.
     if "asynchrony.steps_ahead=1" in METHODS[method]:
         lines.pop()
     return lines
 
 
-def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+def idle_shares(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the fraction of each step in which training ranks and rollout ranks wait for each other."""
     if method == "colocate":
         return {}
-    # In lockstep the learners wait exactly while the rollout works.
+    # In lockstep, the learners wait exactly while the rollout ranks sample.
     if method == "lockstep":
-        busy = [step["time/generate"] / step["time/step"] for step in steps]
-        return {"learner": busy, "rollout": [1 - share for share in busy]}
+        sampling_shares = [step["time/generate"] / step["time/step"] for step in steps]
+        return {"learner": sampling_shares, "rollout": [1 - share for share in sampling_shares]}
     return {kind: [step[name] / step["time/step"] for step in steps] for kind, name in IDLE_METRICS.items()}
 
 
 def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the mean seconds in which learner and rollout are busy in a step of the open order."""
-    # A side is busy while it does not wait for the other.
+    """Return the mean seconds per step in which learner and rollout ranks are busy, with ``open``."""
+    # Ranks are busy while they do not wait for the other ranks.
     learner, rollout = (
         statistics.mean(step["time/step"] - step[name] for step in steps) for name in IDLE_METRICS.values()
     )
@@ -110,17 +116,18 @@ def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
-    """Return the number of rows at once with which sampling takes as long as learning, from two probes.
+    """Return the number of rows in the engine with which sampling takes as long as learning.
 
-    ``probes`` has the seconds of learning and of sampling by rows. An engine's step takes a fixed time
-    and more for each row, so the seconds of sampling are linear in 1 / rows.
+    ``probes`` maps two measured numbers of rows to the seconds of learning and of sampling. An engine's step
+    takes a fixed time plus a time per row, so the seconds of sampling are linear in 1 / rows.
     """
     low_rows, high_rows = sorted(probes)
     low_learning, slow_sampling = probes[low_rows]
     high_learning, fast_sampling = probes[high_rows]
     learning = (low_learning + high_learning) / 2
 
-    # The line through both probes; without a slope more rows do not help, and the most are taken.
+    # Intersect the line through both probes with the seconds of learning. Without a slope, more rows are not
+    # faster, and the result is the larger number.
     slope = (slow_sampling - fast_sampling) / (1 / low_rows - 1 / high_rows)
     inverse_rows = 1 / high_rows
     if slope > 0:
@@ -130,26 +137,28 @@ def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
     return min(high_rows, max(1, round(1 / inverse_rows)))
 
 
-def balance(
+def find_balanced_rows(
     work: Workload,
     folder: Path,
     ranks: int,
     steps: int,
 ) -> int:
-    """Return the number of rows at once for each engine, and print the probes."""
-    # Two numbers of rows far apart: between them the seconds are interpolated.
+    """Measure two numbers of rows, and return the number with which sampling takes as long as learning."""
+    # The two numbers are far apart, since the seconds are interpolated between them.
     replicas = ranks // 2
     probes = {}
     for rows in (FEW_ROWS, max(2 * FEW_ROWS, work.rows // replicas)):
         probes[rows] = busy_seconds(run(f"probe-{rows}", "open", work, folder, ranks, steps, rows))
         learner, rollout = probes[rows]
-        say("placements", f"{rows} rows at once: {learner:.2f} s of learning, {rollout:.2f} s of sampling")
+        print_progress(
+            "placements", f"{rows} rows at once: {learner:.2f} s of learning, {rollout:.2f} s of sampling"
+        )
     return balanced_rows(probes)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
-    options = arguments(__doc__, repeats=2).parse_args(command_line)
+    options = make_parser(__doc__, repeats=2).parse_args(command_line)
     work = QUICK if options.quick else FULL
     default_repeats = 1 if options.quick else 2
     repeats = options.repeats or default_repeats
@@ -160,9 +169,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     report = Report("placements")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make(folder, work)
-        rows = balance(work, folder, ranks, steps)
-        # Methods run in turns, so that a changing load of the machine affects all of them.
+        write_workload(folder, work)
+        rows = find_balanced_rows(work, folder, ranks, steps)
+        # Methods run in turns, so that a changing load of the machine affects all methods.
         steps_by_method: dict[str, Steps] = {method: [] for method in METHODS}
         for turn in range(repeats):
             for method in METHODS:
@@ -177,13 +186,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
                 )
 
     case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
-    # Ratios are of medians, since runs of one method are not adjacent in time.
-    base = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
+    # Use the ratio of medians, since steps of two methods are not adjacent in time.
+    colocate_seconds = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
     for method, lines in steps_by_method.items():
         seconds = [step["time/step"] for step in lines]
         ratio = None
         if method != "colocate":
-            ratio = statistics.median(seconds) / base
+            ratio = statistics.median(seconds) / colocate_seconds
         report.add(case, method, "step", "s", seconds, ratio)
         report.add(
             case,
@@ -192,7 +201,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
             "tokens",
             [line["response/length"] for line in lines],
         )
-        for kind, shares in idle(method, lines).items():
+        for kind, shares in idle_shares(method, lines).items():
             report.add(case, method, f"idle share, {kind}", "", shares)
     report.note("ratio to peer: seconds per step over colocate's")
     report.note("aim: below 0.05 idle of both kinds in one of the orders")

@@ -1,10 +1,10 @@
-"""Write a model of random weights at a real size, prompts, and a configuration for one GPU.
+"""Write a model of realistic size with random weights, prompts, and a configuration for one GPU.
 
     python benchmarks/random_model.py FOLDER [--shape 1.5B]
     python benchmarks/throughput.py FOLDER/run.yaml
 
-Nothing is downloaded. Shapes are Qwen2.5's; weights are drawn in bfloat16, on a GPU if there is one. A model
-of random weights hardly ever ends a response, so nearly all have the length of the limit.
+Nothing is downloaded. The shapes are Qwen2.5's. The weights are drawn in bfloat16, on a GPU if there
+is one. A model with random weights hardly ever ends a response, so nearly all responses reach the limit.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = 512
-"""Prompts of the training set."""
+"""Number of training prompts."""
 
 
 def write_model(folder: Path, shape: str) -> float:
-    """Write checkpoint and tokenizer; return the number of parameters in billions."""
-    # Qwen2.5's own vocabulary has as many tokens; the words do not matter.
+    """Write a checkpoint and its tokenizer; return the number of parameters in billions."""
+    # The vocabulary has as many tokens as Qwen2.5's. The texts of the tokens do not matter.
     tokenizer = build_tokenizer(VOCABULARY)
 
     config = Qwen2Config(
@@ -63,7 +63,7 @@ def write_model(folder: Path, shape: str) -> float:
         dtype="bfloat16",
     )
 
-    # Drawn in bfloat16, on the GPU if there is one.
+    # Draw the weights in bfloat16, on the GPU if there is one.
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +86,7 @@ def write_prompts(path: Path) -> None:
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """Return a run on one GPU: 64 prompts of 8 samples, 512 tokens each."""
+    """Return the configuration of a run on one GPU: 64 prompts with 8 samples of 512 tokens each."""
     return {
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 256},
@@ -107,7 +107,7 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write everything into the folder of the command line."""
+    """Write model, prompts and configuration into the folder of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,18 @@
-"""Held-out accuracy of every recipe of configs/recipes before and after a short run.
+"""Measure the held-out accuracy of every recipe of configs/recipes before and after a short run.
 
     python benchmarks/recipes.py [--quick] [--repeats N] [--json FILE] [--only grpo,gspo] [--steps N]
                                  [--folder DIR] [KEY=VALUE …]
 
-All recipes start from one model: the quickstart's after its supervised warm-up, which is trained first and
-remains in the folder for later calls. Each recipe then trains in one process for --steps (which also shortens
-the decay of the learning rate), with its own batch and settings; layout, model, engine and the keys of
-KEY=VALUE are replaced. Each repeat has another seed; mean and standard deviation are printed below the table.
+All recipes start from one model, the quickstart's after its supervised warm-up. The first call trains this
+model, and later calls use it again. Each recipe then trains in one process for --steps, which also shortens
+the decay of the learning rate. It has its own batch and settings; only layout, model, engine and the keys of
+KEY=VALUE are replaced. Each repeat has a different seed. Mean and standard deviation are printed below the
+table.
 
 Metrics: accuracy, the fraction of the quickstart's held-out problems that greedy decoding solves;
-sampled_reward, the mean reward of the samples of the first three and last three training steps. Recipes with
-preference training only run if --only names them; their first accuracy is the one after that training. The
-exit code is 1 if a recipe's median accuracy did not rise, or a run failed.
+sampled_reward, the mean reward of the samples of the first three and of the last three training steps.
+Recipes with preference training run only if --only names them; their first accuracy is measured after the
+preference training. The exit code is 1 if a recipe's median accuracy did not rise, or if a run failed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import HERE, ChildFailed, Report, arguments, mean_and_spread, prepare, say, torchrun, warn_if_busy
+from common import (
+    HERE,
+    ChildFailed,
+    Report,
+    make_parser,
+    mean_and_spread,
+    print_progress,
+    run_command,
+    torchrun,
+    warn_if_busy,
+)
 
 from megatron_rl.config.load import load_config
 from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
 QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
-# With the torch engine recipes run on any machine, also without vLLM.
+# With the torch engine, recipes also run on machines without vLLM.
 ONE_PROCESS = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
 ENDS = 3
-"""Steps at either end of a run whose mean is its first and its last sampled reward."""
+"""Number of steps at the beginning and at the end of a run over which the sampled reward is averaged."""
 
 
 def train(
@@ -41,9 +52,9 @@ def train(
 ) -> list[dict[str, float]]:
     """Train in one process; return the metrics of evaluation 0 and of every step."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    values = [str(config), *ONE_PROCESS, f"run_dir={run}", *overrides]
+    arguments = [str(config), *ONE_PROCESS, f"run_dir={run}", *overrides]
     torchrun(
-        ["-m", "megatron_rl", "train", *values],
+        ["-m", "megatron_rl", "train", *arguments],
         1,
         1,
         run.with_suffix(".log"),
@@ -53,17 +64,17 @@ def train(
 
 
 def warm_model(folder: Path) -> Path:
-    """Return the checkpoint after the quickstart's supervised warm-up, which the first call makes."""
+    """Return the quickstart's checkpoint after its supervised warm-up; train it if it does not exist."""
     run = folder / "warm"
     if not (run / "hf" / "config.json").is_file():
-        say("recipes", "the supervised warm-up that all recipes start from")
-        # Data and model of the quickstart.
+        print_progress("recipes", "the supervised warm-up that all recipes start from")
+        # Create the data and the model of the quickstart.
         for data, command in load_config(QUICKSTART).prepare.items():
             if not Path(data).exists():
-                prepare(command, Path())
-        # A run has at least one step; this one's is too small to change a weight.
-        tiny = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
-        train(QUICKSTART, run, [*tiny, "evaluation.sets={}"])
+                run_command(command, Path())
+        # A run has at least one training step. With this learning rate, the step does not change a weight.
+        one_step = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
+        train(QUICKSTART, run, [*one_step, "evaluation.sets={}"])
     return run / "hf"
 
 
@@ -75,7 +86,7 @@ def measure(
     seeds: Sequence[int],
     overrides: list[str],
 ) -> dict:
-    """Train one recipe with each seed; return its accuracies and sampled rewards, before and after."""
+    """Train one recipe with each seed; return accuracies, sampled rewards and seconds, one value per seed."""
     results: dict[str, list[float]] = {
         "before": [],
         "after": [],
@@ -85,7 +96,7 @@ def measure(
     }
     for seed in seeds:
         run = folder / f"{name}-{seed}"
-        # Evaluate before the first and after the last step only; the model is warmed up, so `sft` is off.
+        # Evaluate only before the first step and after the last step. The warm-up has already been done.
         settings = [
             f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
@@ -101,13 +112,13 @@ def measure(
         results["first"].append(statistics.mean(rewards[:ENDS]))
         results["last"].append(statistics.mean(rewards[-ENDS:]))
         results["seconds"].append(sum(line.get("time/step", 0.0) for line in lines))
-        say("recipes", f"{name}, seed {seed}: accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+        print_progress("recipes", f"{name}, seed {seed}: accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     return results
 
 
 def main() -> int:
     """Train the recipes one after the other and print the table."""
-    parser = arguments(__doc__, repeats=3)
+    parser = make_parser(__doc__, repeats=3)
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
     parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
@@ -133,7 +144,7 @@ def main() -> int:
     folder = options.folder.resolve()
     report.note(f"{steps} steps each, from one model after the supervised warm-up")
 
-    # Without the common model there is nothing to measure.
+    # All recipes need the model after the warm-up.
     try:
         model = warm_model(folder)
     except ChildFailed as error:

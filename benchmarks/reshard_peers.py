@@ -1,7 +1,7 @@
-"""Algorithms of other projects: gather complete tensors on every rank, from which the engine loads.
+"""Weight transfer as in other projects: gather complete tensors on every rank, then load them.
 
-Algorithms as published, written for a dense Qwen2: each tensor is broadcast over the pipeline group, gathered
-over the tensor group and converted to its Hugging Face parts on every rank.
+The published algorithms are implemented here for a dense Qwen2. Each tensor is broadcast over the pipeline
+group, gathered over the tensor group, and converted to Hugging Face tensors on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Load = Callable[[Iterable[Named]], Any]
 
 
 class Gatherer:
-    """Source of complete Hugging Face tensors on every rank; ``received`` counts this rank's bytes."""
+    """Source of complete Hugging Face tensors on every rank; ``received`` is the number of received bytes."""
 
     def __init__(self, model: Any) -> None:
         groups = model.groups
@@ -59,21 +59,21 @@ class Gatherer:
     def buckets(self, size: int) -> Iterator[Named]:
         """Gather parameters of one stage together, in flat buckets of at most ``size`` bytes."""
         bucket: list[Any] = []
-        filled = 0
+        bucket_bytes = 0
 
         for item in self._plan:
             _, stage, shape, dtype = item
-            count = torch.Size(shape).numel() * dtype.itemsize
-            # A bucket is broadcast from one stage, and gathered it is as large as the limit.
-            if bucket and (filled + count > size // self._tensor_size or stage != bucket[0][1]):
-                yield from self._bucket(bucket)
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            # A bucket has parameters of one stage. The limit applies to the bucket after the gather.
+            if bucket and (bucket_bytes + num_bytes > size // self._tensor_size or stage != bucket[0][1]):
+                yield from self._gather_bucket(bucket)
                 bucket = []
-                filled = 0
+                bucket_bytes = 0
             bucket.append(item)
-            filled += count
-        yield from self._bucket(bucket)
+            bucket_bytes += num_bytes
+        yield from self._gather_bucket(bucket)
 
-    def _bucket(self, items: list[Any]) -> Iterator[Named]:
+    def _gather_bucket(self, items: list[Any]) -> Iterator[Named]:
         """Gather the parameters of one bucket with two collectives."""
         stage = items[0][1]
         if stage == self._stage:
@@ -83,7 +83,7 @@ class Gatherer:
 
         shards = self._gather(self._broadcast(flat, stage))
 
-        # Cut the flat shards into parameters again.
+        # Split the flat shards into parameters again.
         position = 0
         for name, _, shape, _ in items:
             end = position + torch.Size(shape).numel()
@@ -113,7 +113,7 @@ class Gatherer:
         name: str,
         shards: list[Tensor],
     ) -> Iterator[Named]:
-        """Join tensor-parallel shards and name them as the checkpoint does."""
+        """Join tensor-parallel shards, and yield the tensors with their Hugging Face names."""
         config = self._config
         layer = name.removeprefix("decoder.layers.").split(".", 1)
         prefix = f"model.layers.{layer[0]}."
@@ -126,9 +126,9 @@ class Gatherer:
         elif name == "decoder.final_layernorm.weight":
             yield "model.norm.weight", shards[0]
         elif "linear_qkv" in name:
-            yield from self._query_key_value(prefix, name.rsplit(".", 1)[1], torch.cat(shards))
+            yield from self._split_query_key_value(prefix, name.rsplit(".", 1)[1], torch.cat(shards))
         elif "linear_fc1" in name:
-            # Each shard has its rows of the gate, then those of the up projection.
+            # Each shard has rows of the gate projection, followed by rows of the up projection.
             halves = [shard.chunk(2) for shard in shards]
             yield prefix + "mlp.gate_proj.weight", torch.cat([gate for gate, _ in halves])
             yield prefix + "mlp.up_proj.weight", torch.cat([up for _, up in halves])
@@ -141,13 +141,16 @@ class Gatherer:
         else:
             yield prefix + "post_attention_layernorm.weight", shards[0]
 
-    def _query_key_value(
+    def _split_query_key_value(
         self,
         prefix: str,
-        kind: str,
+        parameter: str,
         fused: Tensor,
     ) -> Iterator[Named]:
-        """Split a fused projection: per key-value group its query heads, then key and value."""
+        """Split a fused projection, whose rows are for each key-value group: query heads, key, value.
+
+        ``parameter`` is ``weight`` or ``bias``.
+        """
         groups = self._config.num_key_value_heads
         heads = self._config.num_attention_heads
         dim = self._config.hidden_size // heads
@@ -159,7 +162,7 @@ class Gatherer:
         )
         projections = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
         for letter, projection in zip("qkv", projections, strict=True):
-            yield f"{prefix}self_attn.{letter}_proj.{kind}", projection.reshape(-1, *fused.shape[1:])
+            yield f"{prefix}self_attn.{letter}_proj.{parameter}", projection.reshape(-1, *fused.shape[1:])
 
 
 def gather_all(gatherer: Gatherer, load: Load) -> None:
@@ -168,7 +171,7 @@ def gather_all(gatherer: Gatherer, load: Load) -> None:
 
 
 def per_tensor(gatherer: Gatherer, load: Load) -> None:
-    """Load each tensor as it is gathered."""
+    """Gather and load one tensor after the other."""
     for named_tensor in gatherer.tensors():
         load([named_tensor])
 
@@ -178,5 +181,5 @@ def bucketed(
     load: Load,
     size: int = 16 * 2**20,
 ) -> None:
-    """Load tensors as their buckets are gathered."""
+    """Gather and load the tensors of one bucket after the other."""
     load(gatherer.buckets(size))

@@ -1,4 +1,4 @@
-"""One case of reshard.py, run on every rank of its job."""
+"""Worker of reshard.py: measure the methods of one case, on every rank of a job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, 
 
 
 class MegatronTarget:
-    """Megatron model of another layout, as a generation engine that a `HybridEngine` writes into."""
+    """Megatron model with another layout, which a `HybridEngine` fills as if it were a generation engine."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.weights_version = -1
@@ -69,7 +69,7 @@ class MegatronTarget:
 
 
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
-    """Return the hybrid engine's two methods, and the engine without checksums."""
+    """Return a method per hybrid engine, with and without checksums, and the engine without checksums."""
     plain = HybridEngine(model, receiver, staging_bytes=STAGING, verify="off")
     verified = HybridEngine(
         model,
@@ -78,17 +78,23 @@ def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Calla
         verify="full",
     )
     return {
-        "hybrid_engine": lambda: void(plain.sync()),
-        "hybrid_engine_verified": lambda: void(verified.sync()),
+        "hybrid_engine": lambda: discard(plain.sync()),
+        "hybrid_engine_verified": lambda: discard(verified.sync()),
     }, plain
 
 
-def void(value: Any) -> None:
-    """Drop a result."""
+def discard(value: Any) -> None:
+    """Discard a value, so that a lambda function returns None."""
 
 
-def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
-    """Return the methods of a case, the parameters that they fill, the hybrid engine, the peers' gatherer."""
+def build_methods(
+    case: str, config: Any
+) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
+    """Build the models of a case; return its methods by name, and the objects that `main` inspects.
+
+    These are the parameters that the methods fill, the hybrid engine, and the `Gatherer` of the other
+    projects' methods. A transfer between two Megatron models has no `Gatherer`.
+    """
     source, _, target = case.partition("-")
     actor = actor_layout(parse_layout(source))
     model = build_model(
@@ -98,22 +104,24 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
         seed=3,
     )
 
-    # Megatron to Megatron.
+    # Transfer from Megatron to Megatron. With another seed, the weights of the target differ until a method
+    # has transferred them.
     if target.startswith("megatron-"):
         from megatron.core.resharding.refit import swap_model_weights
 
-        # Another seed: the copy's weights differ from the model's until a method has transferred them.
-        copy = build_model(
+        target_model = build_model(
             config,
             ParallelGroups(actor_layout(parse_layout(target.removeprefix("megatron-")))),
             dtype=torch.float32,
             seed=4,
         )
-        methods, hybrid = hybrid_methods(model, MegatronTarget(copy))
-        methods["core_resharding"] = lambda: swap_model_weights(model.chunks, copy.chunks, device.backend())
-        return methods, live_parameters(copy), hybrid, None
+        methods, hybrid = hybrid_methods(model, MegatronTarget(target_model))
+        methods["core_resharding"] = lambda: swap_model_weights(
+            model.chunks, target_model.chunks, device.backend()
+        )
+        return methods, live_parameters(target_model), hybrid, None
 
-    # Megatron to vLLM: the order of ranks is the one that a run would choose.
+    # Transfer from Megatron to vLLM, with the order of ranks that a run would choose.
     tensor = parse_layout(target.partition("x")[0])["tensor"]
     overlap = shared_bytes(
         describe_model(config).shape,
@@ -122,7 +130,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
         torch.float32.itemsize,
     )
     order = best_rank_order(overlap, RANKS, gpus_per_node=len(RANKS))
-    # The folder has no weights: the engine starts with noise, and only needs the configuration.
+    # The engine only needs the configuration: it starts with random weights.
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)
@@ -138,12 +146,12 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
 
     methods, hybrid = hybrid_methods(model, engine)
     gatherer = Gatherer(model)
-    # The peers load complete tensors, by vLLM's own loader.
+    # The other methods pass complete tensors to vLLM's own loader.
     load = engine._model.load_weights
     for method in (gather_all, per_tensor, bucketed):
         methods[method.__name__] = lambda method=method: method(gatherer, load)
-    if reshard_mbridge.available():
-        methods["mbridge"] = reshard_mbridge.exporter(model, load)
+    if reshard_mbridge.is_available():
+        methods["mbridge"] = reshard_mbridge.make_exporter(model, load)
     return methods, engine.parameters(), hybrid, gatherer
 
 
@@ -170,19 +178,19 @@ def main(
         tie_word_embeddings=False,
         **shape,
     )
-    methods, parameters, hybrid, gatherer = build(case, config)
+    methods, parameters, hybrid, gatherer = build_methods(case, config)
 
     # Every method must fill the parameters with the same bits; this pass also builds plans and caches.
     metrics: dict[str, dict[str, list[float]]] = {}
     expected = None
     for name, method in methods.items():
         for value in parameters.values():
-            # Overwrite the result of the previous method: one that misses an element must not pass.
+            # Overwrite the result of the previous method, so that a missing element is detected.
             value.fill_(7.0)
         if gatherer is not None:
             gatherer.received = 0
         method()
-        # The hybrid engine's plan has its bytes; Megatron's own resharding counts none.
+        # The hybrid engine's plan contains its bytes. Megatron's own resharding does not count bytes.
         received = 0
         if gatherer is not None:
             received = gatherer.received
@@ -193,11 +201,11 @@ def main(
         for key, value in parameters.items():
             assert torch.equal(value, expected[key]), (name, key)
 
-        # Staging memory, in a pass that is not timed.
+        # Measure staging memory in a pass that is not timed.
         gc.collect()
-        with LiveBytes() as live:
+        with LiveBytes() as live_bytes:
             method()
-        metrics[name] = {"seconds": [], "staging_peak_bytes": [maximum_over_ranks(live.peak)]}
+        metrics[name] = {"seconds": [], "staging_peak_bytes": [maximum_over_ranks(live_bytes.peak)]}
         if name not in ("core_resharding", "mbridge"):
             metrics[name]["bytes_received_max"] = [maximum_over_ranks(received)]
         if name.startswith("hybrid"):
@@ -206,12 +214,12 @@ def main(
             metrics[name]["messages_max"] = [transfers.max_messages_per_rank]
             metrics[name]["peers_max"] = [max(hybrid.plan.peer_counts.values(), default=0)]
 
-    # The collector must not run in the middle of a measurement.
+    # The garbage collector must not run in the middle of a measurement.
     gc.freeze()
     for _ in range(repeats):
         for name, method in methods.items():
             dist.barrier()
-            # From barrier to barrier: a transfer lasts as long as its slowest rank.
+            # Measure from barrier to barrier: a transfer lasts as long as its slowest rank.
             start = time.perf_counter()
             method()
             dist.barrier()

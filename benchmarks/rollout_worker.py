@@ -1,4 +1,4 @@
-"""Sample with real engines in lockstep and continuously, in turns: a rank of rollout.py."""
+"""Worker of rollout.py: sample with real engines, in lockstep and in the continuous order, in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from simulated_replicas import PROMPT, EndedEngine, start_round
+from simulated_replicas import PROMPT, FixedLengthEngine, start_round
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
@@ -28,7 +28,7 @@ STEPS = 24
 
 
 def step_seconds(engine: VllmEngine, rows: int) -> float:
-    """Return the median seconds of an engine step with ``rows`` rows, behind the one that reads prompts."""
+    """Return the median seconds of an engine step that decodes ``rows`` rows."""
     sampling = SamplingParameters(max_response_tokens=STEPS)
     seconds = []
     with engine.sampling():
@@ -40,26 +40,29 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
             start = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - start)
-        # The requests are dropped before they are complete.
+        # Drop the requests before they are complete.
         engine.interrupt()
 
     return statistics.median(seconds)
 
 
-def timed(run: Callable[[], int]) -> tuple[float, float, int]:
-    """Return the slowest rank's seconds, the mean seconds of all ranks, and the largest number of steps."""
+def measure(run: Callable[[], int]) -> tuple[float, float, int]:
+    """Call ``run``, which returns a number of engine steps, on all ranks at the same time.
+
+    Returns the slowest rank's seconds, the mean seconds of all ranks, and the largest number of steps.
+    """
     dist.barrier()
     start = time.perf_counter()
     steps = run()
     rank_seconds = time.perf_counter() - start
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (rank_seconds, steps))
-    seconds, counts = zip(*answers, strict=True)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (rank_seconds, steps))
+    seconds, counts = zip(*results, strict=True)
     return max(seconds), statistics.mean(seconds), max(counts)
 
 
-def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
-    """Return vLLM's own loop over the same requests, without this package around it; it counts no steps."""
+def make_vllm_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
+    """Return a function that samples with vLLM's own loop, without this package; it returns 0 steps."""
     from vllm import SamplingParams
 
     parameters = [
@@ -72,7 +75,7 @@ def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
         )
         for number, length in enumerate(length for group in lengths for length in group)
     ]
-    # The same tokens for each request, as the package's own requests have.
+    # All requests have the same prompt, as in `start_round`.
     prompts = [{"prompt_token_ids": list(PROMPT)} for _ in parameters]
 
     def run() -> int:
@@ -108,42 +111,42 @@ def main() -> None:
         load=True,
     )
 
-    def order(lengths: Lengths, max_in_flight: int | None) -> Callable[[], int]:
+    def make_round(lengths: Lengths, max_in_flight: int | None) -> Callable[[], int]:
         generation_round, length_by_seed = start_round(lengths)
-        # A counter of its own for each round, on the job's store.
-        counter = f"of turn {next(numbers)}"
-        timed_engine = EndedEngine(engine, length_by_seed)
+        # Each round has a separate counter in the job's store.
+        counter = f"of turn {next(round_numbers)}"
+        fixed_length_engine = FixedLengthEngine(engine, length_by_seed)
 
         def run() -> int:
             sample_round(
-                timed_engine,
+                fixed_length_engine,
                 layout,
                 rank,
                 generation_round,
                 next_queue_index=lambda: store_increment(counter),
                 max_in_flight=max_in_flight,
             )
-            return timed_engine.steps
+            return fixed_length_engine.steps
 
         return run
 
-    numbers = count()
+    round_numbers = count()
     methods: dict[str, Callable[[Lengths], Callable[[], int]]] = {
-        "lockstep": lambda lengths: order(lengths, layout.data * len(lengths) * len(lengths[0])),
-        "continuous": lambda lengths: order(lengths, None),
+        "lockstep": lambda lengths: make_round(lengths, layout.data * len(lengths) * len(lengths[0])),
+        "continuous": lambda lengths: make_round(lengths, None),
     }
     if layout.data == 1:
-        methods["vLLM's own loop"] = lambda lengths: own_loop(engine, lengths)
+        methods["vLLM's own loop"] = lambda lengths: make_vllm_loop(engine, lengths)
 
-    # Costs at powers of two, and at the most rows.
-    sizes = sorted({1, options.rows, *(2**power for power in range(options.rows.bit_length()))})
-    costs = {rows: step_seconds(engine, rows) for rows in sizes if rows <= options.rows}
+    # Measure the costs for powers of two, and for the maximum number of rows.
+    row_counts = sorted({1, options.rows, *(2**power for power in range(options.rows.bit_length()))})
+    costs = {rows: step_seconds(engine, rows) for rows in row_counts if rows <= options.rows}
 
     # Methods take turns; an additional first turn warms up.
     turns: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
     for turn, lengths in enumerate([options.lengths[0], *options.lengths]):
-        for name, make in methods.items():
-            measurement = timed(make(lengths))
+        for name, make_method in methods.items():
+            measurement = measure(make_method(lengths))
             if turn:
                 turns[name].append(measurement)
     if rank == 0:

@@ -20,42 +20,45 @@ from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 
 Cost = Callable[[int], float]
-"""Seconds of an engine step by the rows that it works on."""
+"""Function from the number of rows in an engine step to the seconds of the step."""
 
 
 PROMPT = (16, 17, 18, 19)
-"""Prompt of every response: tokens of the model that `workload` makes."""
+"""Prompt of every response: token ids of the model that `workload` writes."""
 
 
-def interpolated(costs: Mapping[int, float]) -> Cost:
-    """Return the cost of any number of rows, interpolated linearly between measured numbers."""
-    rows = sorted(costs)
-    seconds = [costs[number] for number in rows]
-    return lambda busy: float(numpy.interp(busy, rows, seconds))
+def interpolate_costs(costs: Mapping[int, float]) -> Cost:
+    """Return the cost of any number of rows, interpolated linearly between the measured ``costs``."""
+    measured_rows = sorted(costs)
+    seconds = [costs[number] for number in measured_rows]
+    return lambda rows: float(numpy.interp(rows, measured_rows, seconds))
 
 
 def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
-    """Return a round with a group for each of ``lengths``, and each response's length by its seed."""
+    """Start a generation round with one group per prompt; return it with each response's length by seed.
+
+    ``lengths`` has the response lengths of each prompt.
+    """
     # All prompts are equal: only the lengths of responses matter.
-    count = len(lengths)
+    num_prompts = len(lengths)
     samples = len(lengths[0])
-    # No response reaches its limit: the engine ends each at its length.
+    # No response reaches this limit: the engine ends each response at its length.
     limit = max(map(max, lengths)) + 1
     prompts = PromptBatch(
-        tokens=torch.tensor(PROMPT).repeat(count),
-        lengths=torch.full((count,), len(PROMPT)),
-        prompt_ids=torch.arange(count),
-        tasks=("",) * count,
-        prompts=("",) * count,
-        ground_truths=(None,) * count,
-        metadata=({},) * count,
-        sampling=(SamplingParameters(max_response_tokens=limit),) * count,
+        tokens=torch.tensor(PROMPT).repeat(num_prompts),
+        lengths=torch.full((num_prompts,), len(PROMPT)),
+        prompt_ids=torch.arange(num_prompts),
+        tasks=("",) * num_prompts,
+        prompts=("",) * num_prompts,
+        ground_truths=(None,) * num_prompts,
+        metadata=({},) * num_prompts,
+        sampling=(SamplingParameters(max_response_tokens=limit),) * num_prompts,
     )
     groups = tuple(start_groups(make_waiting_groups(prompts), samples, seed=1, version=0))
     generation_round = GenerationRound(
         groups,
-        (True,) * count,
-        count,
+        (True,) * num_prompts,
+        num_prompts,
         version=0,
     )
 
@@ -64,10 +67,10 @@ def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict
     return generation_round, dict(zip(seeds, rows, strict=True))
 
 
-class EndedEngine:
-    """Engine that ends each response at a given length, by the seed of its sequence.
+class FixedLengthEngine:
+    """Wrapper of an engine that ends each response at a given length.
 
-    ``steps`` counts the steps of the engine below.
+    ``lengths`` maps the seed of a sequence to the length. ``steps`` counts the steps of ``engine``.
     """
 
     def __init__(
@@ -92,11 +95,11 @@ class EndedEngine:
         return [replace(completion, finish_reason=FINISH_STOP) for completion in self._engine.step()]
 
 
-class TimedEngine:
-    """Engine without a model: each response has the tokens of its limit, and ``clock`` advances by the cost.
+class SimulatedEngine:
+    """Engine without a model, which advances its ``clock`` by the ``cost`` of its steps.
 
-    A step here is all engine steps until the next response is complete, since nothing changes before.
-    ``completed`` has the time and the tokens of each response.
+    Each response has as many tokens as its limit. `step` simulates all engine steps until the next response
+    is complete. ``completed`` has the completion time and the number of tokens of each response.
     """
 
     def __init__(self, max_rows: int, cost: Cost) -> None:
@@ -123,15 +126,15 @@ class TimedEngine:
         for number in running:
             self._remaining[number] -= steps
 
-        complete = [number for number in running if not self._remaining[number]]
-        for number in complete:
+        completed_numbers = [number for number in running if not self._remaining[number]]
+        for number in completed_numbers:
             del self._remaining[number]
 
-        self.completed += [(self.clock, self._limits[number]) for number in complete]
-        return [self._completion(number) for number in complete]
+        self.completed += [(self.clock, self._limits[number]) for number in completed_numbers]
+        return [self._completion(number) for number in completed_numbers]
 
     def _completion(self, number: int) -> Completion:
-        """Return a response of the right length; its tokens do not matter."""
+        """Return a response with the length of its limit; the tokens are arbitrary."""
         tokens = self._limits[number]
         return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_STOP)
 
@@ -145,28 +148,30 @@ def simulate(
 ) -> list[tuple[float, int]]:
     """Return the completion time and the tokens of each response, in order of time.
 
-    ``lengths`` has the response lengths of each prompt. Engines have up to ``rows`` rows. A replica has
-    up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none
-    remains to be drawn. Groups are drawn in order of time.
+    ``lengths`` has the response lengths of each prompt. An engine works on up to ``rows`` rows. A replica has
+    up to ``max_in_flight`` responses in flight. This is ``rows`` in the continuous order. In lockstep, it is
+    the number of all responses, so that each replica takes all its groups at the start.
     """
     generation_round, length_by_seed = start_round(lengths)
-    # Replicas draw groups by a shared counter, which the job's store holds in a real run.
-    tickets = count()
-    engines = [TimedEngine(rows, cost) for _ in range(replicas)]
+    # Replicas take groups by a shared counter, which is in the job's store in a real run.
+    queue_indices = count()
+    engines = [SimulatedEngine(rows, cost) for _ in range(replicas)]
 
     schedulers = [
         ReplicaScheduler(
-            EndedEngine(engine, length_by_seed),
-            ReplicaQueue(generation_round, max_in_flight, None, lambda: next(tickets), replica, replicas),
+            FixedLengthEngine(engine, length_by_seed),
+            ReplicaQueue(
+                generation_round, max_in_flight, None, lambda: next(queue_indices), replica, replicas
+            ),
         )
         for replica, engine in enumerate(engines)
     ]
     for scheduler in schedulers:
         scheduler.start_token_round(None)
 
-    # Always step the replica that is earliest by its own clock.
-    busy = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
-    heap = [(engines[replica].clock, replica) for replica in busy]
+    # Always step the replica whose clock is earliest.
+    active_replicas = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
+    heap = [(engines[replica].clock, replica) for replica in active_replicas]
     heapq.heapify(heap)
 
     while heap:
@@ -176,12 +181,15 @@ def simulate(
     return sorted(response for engine in engines for response in engine.completed)
 
 
-def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> float:
-    """Return the seconds of one of ``steps`` steps, by the middle half of all tokens."""
+def seconds_of_middle_step(completed: Sequence[tuple[float, int]], steps: int) -> float:
+    """Return the mean seconds of a step, measured over the middle half of the tokens of ``steps`` steps.
+
+    ``completed`` is the result of `simulate`. The beginning and the end of the steps are not typical.
+    """
     quarter = sum(tokens for _, tokens in completed) / 4
     tokens_so_far = 0
 
-    # Times after one and after three quarters of the tokens: begin and end are not typical.
+    # Find the times at which one quarter and three quarters of the tokens are complete.
     times: list[float] = []
     for second, tokens in completed:
         tokens_so_far += tokens
@@ -190,13 +198,15 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
     return (times[1] - times[0]) * 2 / steps
 
 
-def full(
+def full_engine_seconds(
     lengths: Sequence[Sequence[int]],
     replicas: int,
     rows: int,
     cost: Cost,
 ) -> float:
-    """Return the seconds that engines need for the work if they are full all the time."""
-    # The number of rows with the least seconds per token.
-    fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
-    return sum(map(sum, lengths)) * fastest / replicas
+    """Return the seconds of all responses if the engines always have the most efficient number of rows.
+
+    ``lengths`` has the response lengths of each prompt, and ``rows`` is the maximum number of rows.
+    """
+    seconds_per_token = min(cost(num_rows) / num_rows for num_rows in range(1, rows + 1))
+    return sum(map(sum, lengths)) * seconds_per_token / replicas

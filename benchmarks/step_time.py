@@ -1,24 +1,24 @@
-"""Time of a training step by phase, compared with bare Megatron-Core and TRL on the same workload.
+"""Measure the phases of a training step, and compare with bare Megatron-Core and TRL on the same workload.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
                                   [--without step,trl,learn] [--continuous-batching]
 
-A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 256 tokens (see workload.py),
-12 prompts × 8 samples a step, one optimizer step per training step. Three parts:
+A Qwen2-shaped model of 25.7M parameters in float32 samples responses of 1 to 256 tokens (see workload.py). A
+step has 12 prompts × 8 samples and one optimizer step. There are three parts:
 
-1. the phases of our step, as `megatron_rl train` reports them, on the best of our layouts for this machine;
-2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
-   layout, measured in turns in one job, twice as often as the rest, data parallel, TP2, PP2 and TP2×PP2; both
-   first take one supervised step, and must get the same loss and gradient norm (bare_megatron.py). Megatron's
-   own layers do not support packed rows here: they get rows of one length with as many tokens and, in
-   attention, as many pairs of tokens, and at the end the same rows padded;
-3. TRL's GRPOTrainer (trl_worker.py, in the environment of make_trl_venv.sh) on the same prompts,
-   weights, batch and sampling, with the number of processes and micro-batch that are best for it;
-   it generates with transformers' `generate`, its default, and with --continuous-batching also with
-   transformers' continuous batching.
+1. step: the phases of a step, as `megatron_rl train` reports them, with the fastest layout on this machine.
+2. trl: TRL's GRPOTrainer (trl_worker.py, in the environment of make_trl_venv.sh) on the same prompts,
+   weights, batch and sampling, with its fastest number of processes and micro-batch. It generates with
+   transformers' `generate`, its default. With --continuous-batching it is also measured with transformers'
+   continuous batching.
+3. learn: the learn phase against a hand-written Megatron-Core train step (bare_megatron.py) on the same
+   tokens, model, weights and layout. They run in turns in one job, with twice as many repeats, and with data
+   parallelism, TP2, PP2 and TP2×PP2. First, both take one supervised step, and must get the same loss and
+   gradient norm. Megatron's local layers do not support packed rows here. They get rows of equal length, with
+   as many tokens and as many pairs of tokens in attention. At the end they also get the padded rows.
 
-Every method gets all cores. The first step of each run is a warm-up and is not counted. `--quick` reduces the
-batch and the limit and tries no alternatives for either side.
+Every method uses all cores. The first step of each run is a warm-up and is not counted. `--quick` reduces the
+batch and the response limit, and measures only one layout per method.
 """
 
 from __future__ import annotations
@@ -33,8 +33,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import HERE, ChildFailed, Report, arguments, cores, paired_ratio, say, torchrun, warn_if_busy
-from workload import Workload, configuration, make
+from common import (
+    HERE,
+    ChildFailed,
+    Report,
+    cores,
+    make_parser,
+    paired_ratio,
+    print_progress,
+    torchrun,
+    warn_if_busy,
+)
+from workload import Workload, configuration, write_workload
 
 from megatron_rl.metrics import read_metrics
 
@@ -46,14 +56,14 @@ PARTS = ("step", "trl", "learn")
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to use the machine."""
+    """Number of processes and threads of a job, and options of TRL."""
 
     processes: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     threads: int
-    """Threads of a rank."""
+    """Number of threads of a rank."""
     rows: int = 0
-    """Rows of a micro-batch; 0: the token budget that we derive."""
+    """Number of rows of a micro-batch; 0 for megatron_rl, which derives a token budget."""
     continuous: bool = False
     """Whether transformers generates with continuous batching."""
 
@@ -67,19 +77,19 @@ class Choice:
 
 
 def our_choices(available: int) -> list[Choice]:
-    """Return our layouts to try: data parallel over all cores, or one process with all threads."""
+    """Return the choices of megatron_rl: a process per core with data parallelism, or one process."""
     return list(dict.fromkeys([Choice(available, 1), Choice(1, available)]))
 
 
 def trl_choices(available: int, work: Workload) -> list[Choice]:
-    """Return TRL's choices to try: the complete batch or small micro-batches, one process or one per core."""
+    """Return TRL's choices: one process or a process per core, with large or small micro-batches."""
     choices = our_choices(available)
     data_parallel = choices[0]
     one_process = choices[-1]
     # TRL has no token budget: its micro-batches have a fixed number of rows.
     rows = work.rows // data_parallel.processes
 
-    # A machine of one core has one choice.
+    # On a machine with one core, some choices are equal.
     return list(
         dict.fromkeys(
             [
@@ -92,26 +102,27 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
 
 
 def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, int]]]:
-    """Return the layouts of the learn phase: data parallel by both choices, TP2, PP2, TP2×PP2.
+    """Return the layouts of the learn phase: data parallelism with each choice, TP2, PP2 and TP2×PP2.
 
-    With tensor parallelism both with sequence parallelism, our default, and without.
+    Layouts with tensor parallelism are measured with sequence parallelism, the default, and without. ``best``
+    is the fastest choice for the complete step.
     """
     data_parallel = list(dict.fromkeys([best, *our_choices(available)]))
-    # Two and four ranks, with as many threads as leave no core idle.
-    pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
-    plain = {"sequence_parallel": False}
+    # Distribute all cores over two or four ranks.
+    two_ranks, four_ranks = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
+    no_sequence_parallel = {"sequence_parallel": False}
 
     return [(choice, {}) for choice in data_parallel] + [
-        (pair, {"tensor": 2}),
-        (pair, {"tensor": 2, **plain}),
-        (pair, {"pipeline": 2}),
-        (four, {"tensor": 2, "pipeline": 2}),
-        (four, {"tensor": 2, "pipeline": 2, **plain}),
+        (two_ranks, {"tensor": 2}),
+        (two_ranks, {"tensor": 2, **no_sequence_parallel}),
+        (two_ranks, {"pipeline": 2}),
+        (four_ranks, {"tensor": 2, "pipeline": 2}),
+        (four_ranks, {"tensor": 2, "pipeline": 2, **no_sequence_parallel}),
     ]
 
 
 class Bench:
-    """Methods of this benchmark on one work, with the folder of their files."""
+    """Measurements of this benchmark on one workload; ``folder`` contains all files."""
 
     def __init__(
         self,
@@ -125,15 +136,15 @@ class Bench:
         self.repeats = repeats
         self.report = report
 
-    def ours(
+    def train_ours(
         self,
         choice: Choice,
         work: Workload,
         steps: int,
     ) -> list[Mapping[str, float]]:
-        """Train with the command that users call; return the metrics of each of ``steps`` but the first."""
-        say("step_time", f"megatron_rl, {choice}, {steps} steps of {work.rows} samples")
-        # Every run has its own files, so that a failure can be examined.
+        """Train ``steps`` steps with `megatron_rl train`; return the metrics without the first step."""
+        print_progress("step_time", f"megatron_rl, {choice}, {steps} steps of {work.rows} samples")
+        # Every run has separate files, so that a failure can be examined.
         number = len(list(self.folder.glob("run*.yaml")))
         config = self.folder / f"run{number}.yaml"
         run = self.folder / f"run{number}"
@@ -146,17 +157,17 @@ class Bench:
             self.folder / f"run{number}.log",
             1800,
         )
-        # The first step warms up: kernels compile, and memory is allocated.
+        # The first step is a warm-up: kernels compile, and memory is allocated.
         return read_metrics(run / "metrics.jsonl")[1:]
 
-    def trl(
+    def train_trl(
         self,
         choice: Choice,
         work: Workload,
         steps: int,
     ) -> dict[str, Any]:
-        """Train ``steps`` steps with TRL; return its result without the first step."""
-        say("step_time", f"TRL, {choice}, {steps} steps of {work.rows} samples")
+        """Train ``steps`` steps with TRL; return the metrics without the first step."""
+        print_progress("step_time", f"TRL, {choice}, {steps} steps of {work.rows} samples")
         result = self.folder / "trl.json"
         sizes = {
             "prompts": work.prompts,
@@ -183,60 +194,62 @@ class Bench:
             TRL_PYTHON,
         )
 
-        # Lists have a value per step, of which the first is dropped; the versions are a dictionary.
+        # Drop the value of the first step from each list. The versions are not a list.
         metrics = json.loads(result.read_text())
         return {name: value[1:] if isinstance(value, list) else value for name, value in metrics.items()}
 
-    def best(
+    def find_fastest(
         self,
         system: str,
         choices: Sequence[Choice],
-        seconds: Any,
+        measure_seconds: Any,
     ) -> Choice:
-        """Return the fastest choice on a smaller batch; ``seconds(choice, work)`` of a step."""
+        """Return the choice with the fastest step; ``measure_seconds(choice, work)`` measures a step."""
         if len(choices) == 1:
             return choices[0]
-        # Short responses rank the choices as long ones do, in less time.
+        # Measure short responses, which give the same order of choices in less time.
         work = replace(self.work, max_response_tokens=self.work.max_response_tokens // 4)
-        seconds_by_choice = {choice: seconds(choice, work) for choice in choices}
+        seconds_by_choice = {choice: measure_seconds(choice, work) for choice in choices}
         for choice, value in seconds_by_choice.items():
             self.report.note(f"tried with a limit of a quarter: {system}, {choice}: {value:.2f} s per step")
         return min(seconds_by_choice, key=lambda choice: seconds_by_choice[choice])
 
     def measure_ours(self, choice: Choice) -> dict[str, list[float]]:
-        """Record the phases of our step; return its rates by name."""
-        steps = self.ours(choice, self.work, self.repeats + 1)
+        """Record the phases of a step of megatron_rl; return the result of `compute_rates`."""
+        steps = self.train_ours(choice, self.work, self.repeats + 1)
         method = f"megatron_rl, {choice}"
         case = self.case
         for name, values in phases(steps).items():
             self.report.add(case, method, name, "s", values)
 
-        # Lengths are drawn by each method anew: rates count both samples and tokens.
-        tokens = [step["throughput/tokens_per_second_per_gpu"] for step in steps]
-        self.report.add(case, method, "tokens/s per process", "1/s", tokens)
-        self.report.add(
-            case, method, "response length", "tokens", [step["response/length"] for step in steps]
-        )
-        return self.rates([step["time/step"] for step in steps], [step["response/length"] for step in steps])
+        token_rates = [step["throughput/tokens_per_second_per_gpu"] for step in steps]
+        self.report.add(case, method, "tokens/s per process", "1/s", token_rates)
+        seconds = [step["time/step"] for step in steps]
+        lengths = [step["response/length"] for step in steps]
+        self.report.add(case, method, "response length", "tokens", lengths)
+        return self.compute_rates(seconds, lengths)
 
-    def rates(
+    def compute_rates(
         self,
         seconds: Sequence[float],
         lengths: Sequence[float],
     ) -> dict[str, list[float]]:
-        """Return samples and response tokens per second. Each method draws its own lengths, so both count."""
+        """Compute samples per second and response tokens per second of each step.
 
-        samples = [self.work.rows / value for value in seconds]
-        tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]
-        return {"samples/s": samples, "response tokens/s": tokens}
+        Both are needed, since each method samples different lengths. ``lengths`` has the mean response length
+        of each step.
+        """
+        sample_rates = [self.work.rows / value for value in seconds]
+        token_rates = [rate * length for rate, length in zip(sample_rates, lengths, strict=True)]
+        return {"samples/s": sample_rates, "response tokens/s": token_rates}
 
     def measure_trl(
         self,
         choice: Choice,
         our_rates: Mapping[str, Sequence[float]],
     ) -> None:
-        """Record TRL's step, and the ratios of rates, which are ours over TRL's."""
-        metrics = self.trl(choice, self.work, self.repeats + 1)
+        """Record TRL's step, and the ratios of megatron_rl's rates to TRL's rates."""
+        metrics = self.train_trl(choice, self.work, self.repeats + 1)
         method = f"TRL, {choice}"
         versions = metrics["versions"]
         self.report.add(
@@ -264,17 +277,17 @@ class Bench:
         if choice.continuous:
             kind = "TRL with continuous batching"
 
-        for name, theirs in self.rates(metrics["seconds"], metrics["length"]).items():
+        for name, trl_rates in self.compute_rates(metrics["seconds"], metrics["length"]).items():
             self.report.add(
                 self.case,
                 method,
                 name,
                 "1/s",
-                theirs,
+                trl_rates,
                 peer_versions=versions,
             )
-            # Steps of separate jobs have no neighbours to pair, hence a ratio of medians.
-            ratio = statistics.median(our_rates[name]) / statistics.median(theirs)
+            # Steps of separate jobs cannot be paired, so this is a ratio of medians.
+            ratio = statistics.median(our_rates[name]) / statistics.median(trl_rates)
             self.report.add(
                 self.case,
                 f"megatron_rl, against {kind}",
@@ -289,11 +302,11 @@ class Bench:
         choice: Choice,
         layout: Mapping[str, int],
     ) -> None:
-        """Record our learn phase and the bare Megatron-Core steps, on half the rows."""
-        # Half the rows, since these are repeated twice as often.
+        """Record the learn phase and the bare Megatron-Core steps, on half of the rows."""
+        # Half of the rows, since this part has twice as many repeats.
         work = replace(self.work, prompts=self.work.prompts // 2)
         layout_text = ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel"
-        say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {layout_text}")
+        print_progress("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {layout_text}")
         config = self.folder / "learn.yaml"
         result = self.folder / "learn.json"
 
@@ -312,19 +325,19 @@ class Bench:
         seconds = measurement["seconds"]
 
         tokens = measurement["tokens"]
-        # Microseconds per token, so that padded and packed batches compare.
+        # Report microseconds per token, so that padded and packed batches can be compared.
         our_name, *peers = seconds
         our_times = [1e6 * value / tokens[our_name] for value in seconds[our_name]]
         for peer in peers:
-            theirs = [1e6 * value / tokens[peer] for value in seconds[peer]]
+            peer_times = [1e6 * value / tokens[peer] for value in seconds[peer]]
             case = f"learn {tokens[our_name]} tokens, {choice}, {layout_text}, against {peer}"
-            # Methods with as many repeats were measured in turns.
-            if len(theirs) == len(our_times):
-                ratio = paired_ratio(our_times, theirs)
+            # Methods with the same number of repeats were measured in turns.
+            if len(peer_times) == len(our_times):
+                ratio = paired_ratio(our_times, peer_times)
             else:
-                ratio = statistics.median(our_times) / statistics.median(theirs)
-            (self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio),)
-            self.report.add(case, peer, "train step per token", "µs", theirs)
+                ratio = statistics.median(our_times) / statistics.median(peer_times)
+            self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio)
+            self.report.add(case, peer, "train step per token", "µs", peer_times)
 
         comparison = "one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
         comparison += "bare Megatron-Core {peer_loss:.6f} and {peer_norm:.6f}"
@@ -333,18 +346,18 @@ class Bench:
 
     @property
     def case(self) -> str:
-        """Return the name of the case of a complete step."""
+        """Return the name of the case in the records of complete steps."""
         work = self.work
         return f"step of {work.prompts}×{work.samples} samples, ≤{work.max_response_tokens} tokens"
 
 
 def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return seconds by phase per step; phases are disjoint and add up to ``step``."""
+    """Return the seconds of each step by phase. The phases are disjoint and add up to ``step``."""
     seconds_by_phase: dict[str, list[float]] = {
         name: [] for name in ("step", "generate", "reshard", "score", "learn", "rest")
     }
     for step in steps:
-        # The trainer's own time of generate contains the weight sync.
+        # The trainer's metric of generation includes the weight sync.
         reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
         values = {
             "generate": step["time/generate"] - reshard,
@@ -353,16 +366,16 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
             "learn": step["time/learn"],
         }
 
-        # The remainder: rewards, logging, the step's own overhead.
+        # The rest of the step: rewards, logging and overhead.
         values |= {"step": step["time/step"], "rest": step["time/step"] - sum(values.values())}
         for name, seconds in values.items():
             seconds_by_phase[name].append(seconds)
     return seconds_by_phase
 
 
-def make_trl() -> None:
-    """Make TRL's environment unless it exists; raises ChildFailed."""
-    # TRL has an environment of its own, since its versions of libraries differ from these.
+def create_trl_environment() -> None:
+    """Create TRL's Python environment unless it exists; raises ChildFailed."""
+    # TRL needs a separate environment, since it requires other versions of libraries.
     if subprocess.run([str(HERE / "make_trl_venv.sh")]).returncode:
         raise ChildFailed("TRL's environment could not be made: run benchmarks/make_trl_venv.sh to see why")
 
@@ -373,25 +386,31 @@ def measure(
     excluded: Sequence[str],
     continuous: bool,
 ) -> None:
-    """Run all parts but the ``excluded``; a failure of one is reported and does not stop the others."""
+    """Run all parts except the ``excluded`` ones; a failure of a part does not stop the other parts."""
     available = cores()
     choices = our_choices(available)
     choice = choices[0]
     if "step" not in excluded:
         if quick:
             choices = choices[:1]
-        # Two steps: the first one warms up, the second one ranks the choices.
-        choice = bench.best("megatron_rl", choices, lambda c, work: bench.ours(c, work, 2)[-1]["time/step"])
+        # Run two steps: the first is a warm-up, the second is measured.
+        choice = bench.find_fastest(
+            "megatron_rl",
+            choices,
+            lambda choice, work: bench.train_ours(choice, work, 2)[-1]["time/step"],
+        )
         our_rates = bench.measure_ours(choice)
 
-    # TRL is compared with our step.
+    # TRL is compared with the rates of the part `step`.
     if not {"step", "trl"} & set(excluded):
         try:
-            make_trl()
+            create_trl_environment()
             choices = trl_choices(available, bench.work)
             if quick:
                 choices = choices[:1]
-            best = bench.best("TRL", choices, lambda c, work: bench.trl(c, work, 2)["seconds"][-1])
+            best = bench.find_fastest(
+                "TRL", choices, lambda choice, work: bench.train_trl(choice, work, 2)["seconds"][-1]
+            )
             bench.measure_trl(best, our_rates)
             if continuous:
                 bench.measure_trl(replace(best, continuous=True), our_rates)
@@ -399,16 +418,16 @@ def measure(
             bench.report.fail(f"TRL: {error}")
 
     if "learn" not in excluded:
-        for processes, layout in learn_layouts(available, choice):
+        for learn_choice, layout in learn_layouts(available, choice):
             try:
-                bench.measure_learn(processes, layout)
+                bench.measure_learn(learn_choice, layout)
             except ChildFailed as error:
-                bench.report.fail(f"learn phase, {processes}, {layout or 'data parallel'}: {error}")
+                bench.report.fail(f"learn phase, {learn_choice}, {layout or 'data parallel'}: {error}")
 
 
 def main() -> int:
-    """Measure, print, write; return the exit code."""
-    parser = arguments(__doc__, repeats=2)
+    """Measure, print and write the results; return the exit code."""
+    parser = make_parser(__doc__, repeats=2)
     parser.add_argument("--without", default="", help="parts to leave out: " + ",".join(PARTS))
     parser.add_argument("--continuous-batching", action="store_true", help="measure TRL with that, too")
     parser.add_argument(
@@ -429,11 +448,11 @@ def main() -> int:
     work = QUICK if options.quick else FULL
     report = Report("step_time")
 
-    # The folder has the model, the configurations, and the logs of all jobs.
+    # The folder contains the model, the configurations, and the logs of all jobs.
     with tempfile.TemporaryDirectory(prefix="step_time.") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        make(folder, work)
+        write_workload(folder, work)
 
         bench = Bench(folder, work, options.repeats or 2, report)
         try:

@@ -1,9 +1,10 @@
-"""Plans of weight syncs of large jobs: peers, messages and bytes of the busiest rank, without machines.
+"""Plan the weight syncs of large jobs without GPUs: peers, messages and bytes of the busiest rank.
 
     python benchmarks/sync_plans.py [CASE ...] [--json FILE]
 
-Counts are exact and the same every time. cpu_seconds is the time that a rank takes to build the plan and its
-schedule once it knows the layouts of all ranks. The predicted seconds come from the planner's constants.
+The counts are exact and the same in every call. cpu_seconds is the processor time that a rank takes to build
+the plan and its schedule from the layouts of all ranks. The predicted seconds come from the planner's
+constants.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import HERE, Report, say
+from common import HERE, Report, print_progress
 
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.planning.reshard import (
@@ -39,9 +40,13 @@ class Case(NamedTuple):
     """Case of one plan: a model, and the layouts of actor and engine on the same ranks."""
 
     model: str
+    """Folder of the model in configs/models."""
     actor: str
+    """Layout of the actor, such as ``tp2pp2dp2``."""
     tensor: int
+    """Tensor parallelism of the engine."""
     whole_experts: bool = False
+    """Whether the engine distributes complete experts over its ranks, instead of slices of every expert."""
 
 
 CASES = {
@@ -55,21 +60,21 @@ CASES = {
 
 def measure(name: str, case: Case, report: Report) -> None:
     """Plan one case and add its numbers."""
-    say("sync_plans", name)
+    print_progress("sync_plans", name)
     actor = actor_layout(parse_layout(case.actor))
     plan = plan_offline(
         find_config(str(MODELS / case.model)), actor, actor.ranks, case.tensor, torch.bfloat16,
         ranks_per_node=RANKS_PER_NODE, whole_experts=case.whole_experts,
     )  # fmt: skip
 
-    # Once more with the clock, without the layouts: in a run each rank computes only its own.
+    # Measure the time to build the plan again. The layouts are not included: in a run, each rank computes
+    # only its own. Other work on the machine does not change the processor time.
     nodes = {rank: rank // RANKS_PER_NODE for rank in actor.ranks}
-    # Processor time: other work on the machine does not change it.
     start = time.process_time()
     schedule_phases(build_plan(plan.sources, plan.destinations, nodes), STAGING)
     cpu_seconds = time.process_time() - start
 
-    # Nothing is transferred: the planner's constants predict the seconds.
+    # No weights are transferred: the planner's constants predict the seconds.
     summary = summarise_transfer(
         plan,
         RANKS_PER_NODE,

@@ -1,14 +1,14 @@
-"""Speed of a real configuration, phase by phase, and the planner's prediction of it.
+"""Measure the speed of a configuration by phase, and compare it with the planner's prediction.
 
     python benchmarks/throughput.py CONFIG [key=value ...] [--steps N] [--json FILE]    # launches torchrun
     torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a job
     python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a finished run
     python benchmarks/throughput.py CONFIG [CONFIG ...] --simulate          # no GPU: the prediction alone
 
-A run trains N steps (default 3) after a warm-up step, without evaluation or export. Its metrics.jsonl gives
-seconds per phase, tokens/s per process (one GPU each) and memory peaks. If the GPU is known (`gpu` in the
-configuration, or --gpu), the table also has the prediction at the run's mean lengths, and model FLOPs over
-peak FLOPs by phase (attention counted causally).
+A run trains N steps (default 3) after a warm-up step, without evaluation or export. The table has the seconds
+per phase, the tokens per second and process (one GPU each), and the memory peaks in its metrics.jsonl. If the
+GPU is known (`gpu` in the configuration, or --gpu), the table also has the prediction for the run's mean
+lengths, and the ratio of model FLOPs (with causal attention) to peak FLOPs by phase.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import ChildFailed, Report, arguments, cores, say, torchrun, warn_if_busy
+from common import ChildFailed, Report, cores, make_parser, print_progress, torchrun, warn_if_busy
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.budget import PHASES as MEMORY_PHASES
@@ -40,26 +40,26 @@ QUIET = (
     "checkpoint.resume=never",
     "checkpoint.export=false",
 )
-"""Overrides of a measured run. Its last step still saves the state, outside the measured time."""
+"""Overrides of a measured run. The checkpoint after the last step is not part of the measured time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration with its derived values."""
+    """Configuration with derived values."""
 
     name: str
-    """Name of its file."""
+    """Name of the configuration file without its suffix."""
     config: RunConfig
     """Resolved configuration."""
     memory: Mapping[str, float]
-    """Bytes by phase, as `check` estimates them."""
-    shipped: tuple[Path, ...]
+    """Estimated peak of memory by phase, in bytes."""
+    shipped_models: tuple[Path, ...]
     """Folders of models that ship with the configuration."""
 
     def shape_of(self, path: str) -> ModelShape:
-        """Return the shape of a model by its path, or of a shipped one of the same name."""
-        # The path may only exist on a cluster: then a shipped config.json of the same name is used.
-        folders = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
+        """Return the shape of the model at ``path``, or of the shipped model of the same name."""
+        # The path may exist only on a cluster. Then the shipped config.json is used.
+        folders = [Path(path), *(folder / Path(path).name for folder in self.shipped_models)]
         folder = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         return load_shape(str(folder or path))
 
@@ -69,7 +69,7 @@ class Case:
         constants: Constants,
         stats: RunStats | None = None,
     ) -> RunStep:
-        """Predict one step on a GPU."""
+        """Predict one step on GPUs of the type ``gpu``; ``stats`` are measured lengths, if any."""
         return predict_run(
             self.config,
             constants,
@@ -80,16 +80,16 @@ class Case:
 
 
 def read_case(path: str, overrides: Sequence[str]) -> Case:
-    """Read and check a configuration; raises UserErrors with every error in it."""
+    """Read and check a configuration; raises UserErrors with all its errors."""
     loaded = load(path, overrides)
     candidates = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
-    shipped = tuple(folder for folder in candidates if folder.is_dir())
-    report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped), None))
-    # Without the model's config.json there is no estimate.
+    shipped_models = tuple(folder for folder in candidates if folder.is_dir())
+    report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped_models), None))
+    # Without the model's config.json, no memory is estimated.
     memory = {}
     if report.memory:
         memory = {name: max(rank.phase_peak(name) for rank in report.memory) for name in MEMORY_PHASES}
-    return Case(Path(path).stem, report.valid(), memory, shipped)
+    return Case(Path(path).stem, report.valid(), memory, shipped_models)
 
 
 def add_prediction(
@@ -97,7 +97,7 @@ def add_prediction(
     case: Case,
     step: RunStep,
 ) -> None:
-    """Record a predicted step."""
+    """Record the seconds, the rates and the memory of a predicted step."""
     method = f"predicted, {case.config.gpu}"
     report.add(case.name, method, "step", "s", [step.total])
     for phase in PHASES:
@@ -127,17 +127,20 @@ def add_rates(
     steps: Sequence[RunStep],
     seconds: Sequence[Mapping[str, float]],
 ) -> None:
-    """Record tokens per second and process of each phase, and FLOPs over peak for a known GPU."""
+    """Record the tokens per second and process of each phase, and the ratio to peak FLOPs for a known GPU.
+
+    ``steps`` are measured or predicted steps, and ``seconds`` the seconds of their phases.
+    """
     step_rates = []
     phase_rates = []
     utilizations = []
     for step, times in zip(steps, seconds, strict=True):
         step_rates.append(step.tokens / times["step"] / step.world)
         phase_rates.append(step.rates(times))
-        # Without a known GPU there is no peak.
+        # For an unknown GPU, `peak_flops` is 0.
         utilizations.append(step.utilization(times) if step.peak_flops else {})
 
-    # All steps have the phases of the first one.
+    # All steps have the phases of the first step.
     report.add(
         case.name,
         method,
@@ -172,7 +175,7 @@ def add_measurement(
     gpu: str | None,
     constants: Constants,
 ) -> None:
-    """Record the metrics of a run folder, and for a known GPU the prediction at the run's own lengths."""
+    """Record the metrics of a run folder and, for a known GPU, the prediction for the run's mean lengths."""
     lines = read_steps(folder, "--run")
     world = case.config.world_size or 1
     method = f"measured on {world} process"
@@ -184,14 +187,14 @@ def add_measurement(
         if values:
             report.add(case.name, method, phase, "s", values)
 
-    # Tokens and FLOPs of each step follow from its own lengths.
+    # Compute the tokens and FLOPs of each step from the lengths of this step.
     stats = [estimate_run_stats(case.config, [line]) for line in lines]
     steps = [case.predict(gpu or "h100", constants, step_stats) for step_stats in stats]
     if gpu is None:
-        # The peak of another machine is no reference.
+        # Do not compare with the peak FLOPs of a different GPU.
         steps = [replace(step, peak_flops=0.0) for step in steps]
     add_rates(report, case, method, steps, seconds)
-    # Memory metrics depend on device and phases: record all that the run has written.
+    # The names of memory metrics depend on device and phases: record all of them.
     for name in sorted({key for line in lines for key in line if key.endswith("peak_bytes")}):
         values = [line[name] / 1e9 for line in lines if name in line]
         report.add(
@@ -211,9 +214,9 @@ def launch(
     world: int,
     folder: Path,
 ) -> None:
-    """Train on this host in ``world`` processes, or in this process of a job that is launched already."""
+    """Train on this host in ``world`` processes, or in this process if it is a rank of a launched job."""
     command_line = ["train", path, *overrides, f"run_dir={folder}"]
-    # Under a launcher this process is one rank of the run already.
+    # A launcher has set the size of the job: this process is one rank of the run.
     if "WORLD_SIZE" in os.environ:
         from megatron_rl.cli.main import main as command
 
@@ -221,7 +224,7 @@ def launch(
             sys.exit(code)
         return
 
-    # As many threads for each rank as leave no core idle.
+    # Distribute the cores over the ranks.
     log = folder.parent / f"{folder.name}.log"
     torchrun(
         ["-m", "megatron_rl", *command_line],
@@ -232,18 +235,18 @@ def launch(
     )
 
 
-def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
-    """Return predictions as a table of one line per configuration."""
-    head: tuple[str, ...] = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
-    lines = [head]
+def summary_table(cases: Sequence[tuple[Case, RunStep]]) -> str:
+    """Return predictions as a table with one line per configuration."""
+    header: tuple[str, ...] = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
+    lines = [header]
     for case, step in cases:
         utilization = step.utilization(step.seconds)
         cells = (f"{step.total:.1f}", *(f"{step.seconds[name]:.1f}" for name in PHASES))
         rate = f"{step.tokens / step.total / step.world:.0f}"
         lines.append((case.name, str(step.world), *cells, rate, f"{utilization['learn']:.2f}"))
 
-    # Names at the left, numbers at the right.
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    # Align names at the left, and numbers at the right.
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column else cell.ljust(width)
@@ -260,7 +263,7 @@ def simulate(
     gpu: str | None,
     constants: Constants,
 ) -> None:
-    """Predict and record every configuration; raises UserError for one without a GPU."""
+    """Predict and record a step of every configuration; raises UserError if no GPU is configured."""
     cases = []
     for path in paths:
         # The option has precedence over the configuration.
@@ -273,14 +276,14 @@ def simulate(
         step = case.predict(name, constants)
         cases.append((case, step))
         add_prediction(report, case, step)
-    print(compact(cases))
+    print(summary_table(cases))
     report.note("predicted: nothing was run; prompts at their limit, responses a third of theirs on average")
 
 
-def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
-    """Return configurations, overrides and options of the command line."""
-    parser = arguments(__doc__, repeats=3)
-    parser.add_argument("words", metavar="CONFIG [key=value ...]", nargs="+")
+def parse_command_line() -> tuple[list[str], list[str], argparse.Namespace]:
+    """Return the configurations, the overrides and the options of the command line."""
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("arguments", metavar="CONFIG [key=value ...]", nargs="+")
     parser.add_argument(
         "--steps",
         type=int,
@@ -314,8 +317,8 @@ def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
     options = parser.parse_intermixed_args()
 
     # Configurations and overrides may come in any order.
-    paths = [text for text in options.words if "=" not in text]
-    overrides = [text for text in options.words if "=" in text]
+    paths = [text for text in options.arguments if "=" not in text]
+    overrides = [text for text in options.arguments if "=" in text]
     if not options.simulate and len(paths) != 1:
         parser.error("one CONFIG at a time can be run; --simulate takes several")
     return paths, overrides, options
@@ -328,10 +331,10 @@ def measure(
     options: argparse.Namespace,
     constants: Constants,
 ) -> None:
-    """Run one configuration and record it (rank 0 of a launched job alone records)."""
+    """Run one configuration and record its metrics; in a launched job, only rank 0 records."""
     default_steps = 1 if options.quick else 3
     steps = options.steps or options.repeats or default_steps
-    # One step more, which warms up.
+    # Add one step for the warm-up.
     overrides = [*QUIET, f"steps={steps + 1}", *overrides]
     case = read_case(path, overrides)
     # The option has precedence over the configuration.
@@ -341,11 +344,11 @@ def measure(
         return
 
     with tempfile.TemporaryDirectory(prefix="throughput.") as temporary:
-        # Ranks of a launched job must agree on the folder: the configuration's own.
-        launched = "WORLD_SIZE" in os.environ
+        # The ranks of a launched job must use the same folder, so they use that of the configuration.
+        is_launched = "WORLD_SIZE" in os.environ
         folder = options.keep
         if folder is None:
-            folder = Path(case.config.run_dir) if launched else Path(temporary) / "run"
+            folder = Path(case.config.run_dir) if is_launched else Path(temporary) / "run"
         folder.parent.mkdir(parents=True, exist_ok=True)
         launch(path, overrides, case.config.world_size or 1, folder)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -353,8 +356,8 @@ def measure(
 
 
 def main() -> int:
-    """Measure or simulate, print, write; return the exit code."""
-    paths, overrides, options = options_of()
+    """Measure or predict, print and write the results; return the exit code."""
+    paths, overrides, options = parse_command_line()
     report = Report("throughput")
 
     try:
@@ -365,12 +368,12 @@ def main() -> int:
             warn_if_busy("throughput")
             measure(report, paths[0], overrides, options, constants)
     except (UserError, UserErrors) as error:
-        say("throughput", str(error))
+        print_progress("throughput", str(error))
         return 2
     except ChildFailed as error:
         report.fail(str(error))
 
-    # One rank of a job prints.
+    # Only rank 0 of a job prints.
     if int(os.environ.get("RANK", "0")):
         return 0
     return report.finish(options.json)

@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer on the work of step_time.py; runs in benchmarks/.venv-trl under torchrun.
+"""Train with TRL's GRPOTrainer on the workload of step_time.py; runs in benchmarks/.venv-trl under torchrun.
 
-Its recommended settings, as far as a CPU has them: one optimizer step per generated batch, no reference
-model (beta 0), float32, no gradient checkpointing (memory is not short), generation by transformers.
+The settings follow TRL's recommendations, as far as they exist on a CPU: one optimizer step per generated
+batch, no reference model (beta 0), float32, no gradient checkpointing (the memory is sufficient), generation
+by transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def reward(
     ground_truth: list[str],
     **_: Any,
 ) -> list[float]:
-    """Return the rewards of completions by the same function as ours."""
+    """Compute the rewards of completions with the reward function of megatron_rl's run."""
     return [digit_share(*row) for row in zip(prompts, completions, ground_truth, strict=True)]
 
 
@@ -42,7 +43,7 @@ def settings(options: argparse.Namespace) -> Any:
     """Return GRPOTrainer's configuration."""
     from trl import GRPOConfig
 
-    # The batch of a step is generated, and learned from in one optimizer step.
+    # A step generates one batch, and takes one optimizer step on it.
     rows_per_process = options.prompts * options.samples // int(os.environ["WORLD_SIZE"])
     return GRPOConfig(
         output_dir=str(options.directory / "trl"),
@@ -65,13 +66,13 @@ def settings(options: argparse.Namespace) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         use_transformers_continuous_batching=options.continuous_batching,
-        # Bounded, because it would take nearly all of the host's memory in each process.
+        # By default, each process would use nearly all of the host's memory.
         transformers_continuous_batching_config={"num_blocks": 128, "max_batch_tokens": 512},
     )
 
 
 def main() -> None:
-    """Train and write seconds, generation seconds, rows and mean response length of each step."""
+    """Train, and write seconds, generation seconds and mean response length of each step."""
     options = parse()
     import torch
     from datasets import Dataset
@@ -81,10 +82,10 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = [json.loads(line) for line in (options.directory / "prompts.jsonl").read_text().splitlines()]
     seconds: list[float] = []
-    generating: list[float] = []
+    generation_seconds: list[float] = []
 
-    class Clock(TrainerCallback):
-        """Clock of complete steps: generation, scoring, loss, backward, optimizer."""
+    class StepTimer(TrainerCallback):
+        """Timer of complete steps: generation, scoring, loss, backward, optimizer."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
@@ -98,24 +99,24 @@ def main() -> None:
         args=settings(options),
         train_dataset=Dataset.from_list(lines),
         processing_class=AutoTokenizer.from_pretrained(options.directory / "model"),
-        callbacks=[Clock()],
+        callbacks=[StepTimer()],
     )
-    generate = trainer._generate
+    original_generate = trainer._generate
 
-    # The trainer has no callback around generation.
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    # The trainer has no callback for generation, so its method is wrapped.
+    def timed_generate(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        result = generate(*args, **kwargs)
-        generating.append(time.perf_counter() - start)
+        result = original_generate(*args, **kwargs)
+        generation_seconds.append(time.perf_counter() - start)
         return result
 
-    trainer._generate = timed
+    trainer._generate = timed_generate
     trainer.train()
 
-    # One rank writes.
+    # Only rank 0 writes the result.
     if int(os.environ["RANK"]):
         return
-    # One entry of the log per step, as logging_steps says.
+    # With logging_steps=1 the log has one entry per step.
     lengths = [
         entry["completions/mean_length"]
         for entry in trainer.state.log_history
@@ -123,7 +124,7 @@ def main() -> None:
     ]
     result = {
         "seconds": seconds,
-        "generate": generating,
+        "generate": generation_seconds,
         "length": lengths,
         "versions": versions(),
     }

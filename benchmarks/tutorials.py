@@ -2,9 +2,9 @@
 
     python benchmarks/tutorials.py NAME …      pages of docs/tutorials, such as reward; without a name, all
 
-Runs the commands of `RECORDINGS` in order and writes docs/recorded/NAME.txt, which the page includes, and
-docs/images/NAME_curve.svg where the page shows one. tests/unit/test_recorded.py compares pages, commands and
-recordings with each other, and the recorded lines with what the package prints today.
+The script runs the commands of `RECORDINGS` in order. It writes docs/recorded/NAME.txt, which the page
+includes, and docs/images/NAME_curve.svg for a page with a curve. tests/unit/test_recorded.py compares pages,
+commands and recordings, and compares the recorded lines with the current output of the package.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_rl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LONGEST_RUN = 6
-"""Number of consecutive lines of one kind, such as steps, up to which all of them are recorded."""
-FIRST = 3
-"""Number of lines that remain at the beginning of a longer run."""
-LAST = 2
-"""Number of lines that remain at its end."""
+MAX_SIMILAR_LINES = 6
+"""Maximum number of consecutive lines of one kind, such as steps, that are recorded completely."""
+FIRST_LINES = 3
+"""Number of lines that remain at the beginning of a longer sequence."""
+LAST_LINES = 2
+"""Number of lines that remain at the end of a longer sequence."""
 LEFT_OUT = "…"
-"""Line in place of those that are left out."""
+"""Line in place of the omitted lines."""
 
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
@@ -37,7 +37,7 @@ REWARD = "reward/mean"
 
 @dataclass(frozen=True)
 class Recording:
-    """Commands of a tutorial whose console is recorded.
+    """Commands of a tutorial whose output is recorded.
 
     Example: ``Recording(("launch/examples/own_reward/run.sh",), "runs/examples/own_reward")``.
     """
@@ -45,13 +45,13 @@ class Recording:
     commands: tuple[str, ...]
     """Commands as on the page, in the order in which they run."""
     run_dir: str
-    """Folder of the run: removed before the first command."""
+    """Run folder, which is removed before the first command."""
     curve: bool = False
     """Whether the page shows the run's curve."""
 
 
 _TRAINED = "model.path=runs/quickstart/hf sft=null"
-"""The quickstart's model in place of a warm-up: a run of seconds."""
+"""Overrides that use the quickstart's model in place of a warm-up, so that the run takes only seconds."""
 _RESUMED = f"NPROC=2 launch/local.sh launch/examples/dataflow/run.yaml {_TRAINED} run_dir=runs/resumed"
 RECORDINGS = {
     "first_run": Recording(("launch/examples/first_run/run.sh",), "runs/examples/first_run", curve=True),
@@ -86,28 +86,28 @@ RECORDINGS = {
         "runs/resumed",
     ),
 }
-"""Name of a page of docs/tutorials -> what is recorded for it."""
+"""Name of a page of docs/tutorials -> its recording."""
 
 
 def record(name: str) -> None:
-    """Run the commands of one tutorial, and write its console and its curve."""
+    """Run the commands of one tutorial, and write their output and the curve."""
     recording = RECORDINGS[name]
     shutil.rmtree(ROOT / recording.run_dir, ignore_errors=True)
-    consoles = [console(command) for command in recording.commands]
+    outputs = [record_command(command) for command in recording.commands]
 
     folder = ROOT / "docs/recorded"
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.txt").write_text("\n".join(consoles), encoding="utf-8")
+    (folder / f"{name}.txt").write_text("\n".join(outputs), encoding="utf-8")
 
     if recording.curve:
         records = read_metrics(ROOT / recording.run_dir / "metrics.jsonl")
         picture = ROOT / f"docs/images/{name}_curve.svg"
-        picture.write_text(curve(name, records), encoding="utf-8")
+        picture.write_text(draw_curve(name, records), encoding="utf-8")
 
 
-def console(command: str) -> str:
-    """Run one command and return it with its output, in short and without paths of this machine."""
-    # As after `source .venv/bin/activate`, which the pages ask for.
+def record_command(command: str) -> str:
+    """Run a command; return the command and its output, shortened and without paths of this machine."""
+    # Set PATH as `source .venv/bin/activate` does, which the pages require.
     environment = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
     result = subprocess.run(
         ["bash", "-c", command],
@@ -122,40 +122,40 @@ def console(command: str) -> str:
         raise SystemExit(f"{command} exits with {result.returncode}:\n{result.stdout}")
 
     text = result.stdout.replace(f"{ROOT}/", "").replace(str(ROOT), "~/megatron_rl")
-    # A first run installs; the page of the install says what is seen then.
+    # Remove the lines of the installation in a first run, which another page describes.
     lines = [line.rstrip() for line in text.splitlines() if not line.startswith("setup:")]
     return "\n".join([f"$ {command}", *shorten(lines)]) + "\n"
 
 
 def shorten(lines: Sequence[str]) -> list[str]:
-    """Leave out the middle of long runs of lines that begin with the same word, such as a run's steps."""
+    """Omit the middle of long sequences of lines that begin with the same word, such as a run's steps."""
     labels: list[str] = []
     for line in lines:
         label = line.partition(" ")[0]
-        # Indented lines continue the one above.
+        # An indented line continues the line above.
         if line.startswith("    ") and labels:
             label = labels[-1]
         labels.append(label)
 
     shortened: list[str] = []
-    numbered = list(zip(labels, lines, strict=True))
-    for label, group in groupby(numbered, key=lambda pair: pair[0]):
-        run = [line for _, line in group]
-        # Rows of tables are complete: each has another label.
-        if len(run) > LONGEST_RUN and label not in ("│", ""):
-            run = [*run[:FIRST], LEFT_OUT, *run[-LAST:]]
-        shortened += run
+    labelled_lines = list(zip(labels, lines, strict=True))
+    for label, group in groupby(labelled_lines, key=lambda pair: pair[0]):
+        similar_lines = [line for _, line in group]
+        # Do not shorten tables, whose rows begin with │.
+        if len(similar_lines) > MAX_SIMILAR_LINES and label not in ("│", ""):
+            similar_lines = [*similar_lines[:FIRST_LINES], LEFT_OUT, *similar_lines[-LAST_LINES:]]
+        shortened += similar_lines
     return shortened
 
 
-def curve(name: str, records: Sequence[dict[str, float]]) -> str:
-    """Return an SVG of the mean reward of each step, and of the held-out accuracy where it was measured."""
-    last = max(record["step"] for record in records)
+def draw_curve(name: str, records: Sequence[dict[str, float]]) -> str:
+    """Return an SVG of the mean reward of each step, and of the held-out accuracy of each evaluation."""
+    last_step = max(record["step"] for record in records)
 
     def points(metric: str) -> list[tuple[float, float]]:
-        """Return a metric's points in the picture's units."""
+        """Return the points of a metric in the coordinates of the picture."""
         return [
-            (60 + 630 * record["step"] / last, 220 - 190 * record[metric])
+            (60 + 630 * record["step"] / last_step, 220 - 190 * record[metric])
             for record in records
             if metric in record
         ]
@@ -171,15 +171,15 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
         y = 220 - 190 * tick
         elements.append(f'<line x1="60" y1="{y:g}" x2="690" y2="{y:g}" stroke="#e5e7eb"/>')
         elements.append(f'<text x="52" y="{y + 4:g}" fill="#4b5563" text-anchor="end">{tick:g}</text>')
-    for step in sorted({0, last // 2, last}):
-        x = 60 + 630 * step / last
+    for step in sorted({0, last_step // 2, last_step}):
+        x = 60 + 630 * step / last_step
         elements.append(f'<text x="{x:g}" y="238" fill="#4b5563" text-anchor="middle">{step:g}</text>')
 
     for metric, color, x in ((REWARD, "#64748b", 60), (ACCURACY, "#2563a8", 330)):
         curve_points = points(metric)
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve_points)
         elements.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        # The accuracy is measured rarely, so each measurement is a dot.
+        # Evaluations are rare, so each accuracy gets a dot.
         if metric == ACCURACY:
             elements += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in curve_points]
         elements.append(f'<rect x="{x}" y="250" width="12" height="12" fill="{color}"/>')

@@ -1,9 +1,9 @@
-"""Workload of step_time.py, equal for all methods: model, prompts, reward and response lengths.
+"""Workload of step_time.py and other benchmarks: model, prompts, reward and response lengths.
 
-The weights are random, with one exception: the probability of ending a response is nearly the same at every
-token, so that lengths are spread as in a trained model. One dimension of the residual stream is a
-constant that no layer writes to, and only the end token's output row reads it. Unless stated otherwise the
-mean length is about 0.4 of the limit, and about one response in ten reaches the limit.
+The weights are random, except that the end token has nearly the same probability at every position. So the
+response lengths vary as with a trained model. For this, one dimension of the residual stream is a constant
+that no layer changes, and only the output row of the end token reads it. By default, the mean length is about
+0.4 of the limit, and about one response in ten reaches the limit.
 """
 
 from __future__ import annotations
@@ -25,26 +25,34 @@ DIGITS = "0123456789+="
 
 @dataclass(frozen=True)
 class Workload:
-    """Model shape and batch. ``hidden`` 512 and 8 layers make 25.7M parameters.
-
-    ``mean_share`` of the limit is the mean length of responses that no limit cuts.
-    """
+    """Model shape and batch. The default model has 25.7M parameters."""
 
     prompts: int
+    """Number of prompts of a step."""
     samples: int
+    """Number of samples per prompt."""
     max_response_tokens: int
+    """Limit of the response length."""
     hidden: int = 512
+    """Hidden size."""
     layers: int = 8
+    """Transformer layers."""
     heads: int = 8
+    """Attention heads."""
     kv_heads: int = 4
+    """Key and value heads."""
     intermediate: int = 1408
+    """Intermediate size of the MLPs."""
     vocabulary: int = 2048
+    """Vocabulary size."""
     max_prompt_tokens: int = 32
+    """Limit of the prompt length."""
     mean_share: float = 0.45
+    """Mean length of responses without a limit, as a fraction of ``max_response_tokens``."""
 
     @property
     def rows(self) -> int:
-        """Return the samples of one step."""
+        """Return the number of samples of a step."""
         return self.prompts * self.samples
 
     @property
@@ -59,18 +67,18 @@ def digit_share(
     ground_truth: Any,
     metadata: Any = None,
 ) -> float:
-    """Return the share of a response's characters that are the answer's last digit."""
+    """Return the reward: the fraction of a response's characters that are the ground truth's last digit."""
     return response.count(str(ground_truth)[-1]) / max(len(response), 1)
 
 
-def make(directory: Path, work: Workload, seed: int = 1) -> None:
+def write_workload(directory: Path, work: Workload, seed: int = 1) -> None:
     """Write ``model/`` (a Hugging Face checkpoint with tokenizer) and ``prompts.jsonl``."""
     generator = random.Random(seed)
-    with (directory / "prompts.jsonl").open("w") as lines:
+    with (directory / "prompts.jsonl").open("w") as file:
         for _ in range(max(64, work.prompts)):
             numbers = [generator.randint(0, 99) for _ in range(generator.randint(2, 8))]
             prompt = "+".join(map(str, numbers)) + "="
-            lines.write(json.dumps({"prompt": prompt, "ground_truth": str(sum(numbers))}) + "\n")
+            file.write(json.dumps({"prompt": prompt, "ground_truth": str(sum(numbers))}) + "\n")
 
     tokenizer = build_tokenizer(work.vocabulary)
     model = build_model(work, tokenizer, seed)
@@ -79,11 +87,11 @@ def make(directory: Path, work: Workload, seed: int = 1) -> None:
 
 
 def build_tokenizer(vocabulary: int) -> Any:
-    """Return a Qwen2 tokenizer: a token per character of a sum; the rest are words that no prompt uses."""
+    """Return a Qwen2 tokenizer with one token per character of a sum, and words that no prompt contains."""
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
-    # A token per digit and sign: no merges, so that a prompt has as many tokens as characters.
+    # Without merges, a prompt has as many tokens as characters.
     tokens = [*SPECIAL, *DIGITS]
     tokens += [f"w{number}" for number in range(vocabulary - len(tokens))]
     tokenizer = Qwen2Tokenizer(
@@ -102,7 +110,7 @@ def build_tokenizer(vocabulary: int) -> Any:
 
 
 def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
-    """Return the transformers model in float32."""
+    """Build the transformers model in float32, with the end probability of the workload."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -125,29 +133,34 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config).float().eval()
     with torch.no_grad():
-        # Dimension 0 of the residual stream: 1 from the embedding on, written to by no layer.
+        # Set dimension 0 of the residual stream to 1 in the embedding, and let no layer change it.
         model.model.embed_tokens.weight[:, 0] = 1.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
 
-        # The end token's logit is that dimension alone; its strength is set against the other logits.
+        # Let the logit of the end token depend only on this dimension, and choose the weight such that the
+        # end token has its probability beside the other logits.
         model.lm_head.weight[:, 0] = 0.0
-        end = model.lm_head.weight[SPECIAL.index(EOS)]
-        end.zero_()
+        end_row = model.lm_head.weight[SPECIAL.index(EOS)]
+        end_row.zero_()
         tokens = torch.randint(len(SPECIAL), len(tokenizer), (32, 64))
         hidden = model.model(tokens).last_hidden_state[:, 8:].flatten(0, 1)
         other_logits = torch.logsumexp(model.lm_head(hidden)[:, len(SPECIAL) :], -1)
-        end[0] = _strength(hidden[:, 0], other_logits, work.end_probability)
+        end_row[0] = _find_end_weight(hidden[:, 0], other_logits, work.end_probability)
     return model
 
 
-def _strength(
+def _find_end_weight(
     constant: Any,
     other_logits: Any,
     probability: float,
 ) -> float:
-    """Return the weight at which the end token has ``probability`` on average, by bisection."""
+    """Find the weight at which the end token has ``probability`` on average, by bisection.
+
+    The logit of the end token is the weight times ``constant``. ``other_logits`` is the log-sum-exp of the
+    other tokens' logits at each position.
+    """
     import torch
 
     low = 0.0
@@ -169,9 +182,9 @@ def configuration(
     steps: int,
     layout: dict[str, int],
 ) -> str:
-    """Return the YAML of a megatron_rl run on this work, in float32 and with rollout tensor parallelism 1."""
-    # No checkpoint, export or resumption: only steps are measured.
-    tree = {
+    """Return the configuration of a run on this workload as YAML, in float32 and with one GPU per engine."""
+    # Only steps are measured, so the run writes no checkpoint and no export.
+    settings = {
         "model": {"path": str(directory / "model"), "dtype": "float32"},
         "data": {"train": str(directory / "prompts.jsonl"), "max_prompt_tokens": work.max_prompt_tokens},
         "reward": {"function": f"{Path(__file__).resolve()}:digit_share"},
@@ -183,16 +196,16 @@ def configuration(
         "checkpoint": {"every": steps + 1, "export": False, "resume": "never"},
     }
 
-    # JSON is YAML.
-    return json.dumps(tree, indent=1)
+    # JSON is valid YAML.
+    return json.dumps(settings, indent=1)
 
 
 def lengths(work: Workload, seed: int) -> list[int]:
-    """Return response lengths of one step, drawn as the model draws them."""
+    """Draw the response lengths of a step from the distribution of the model's lengths."""
     generator = random.Random(seed)
-    # Geometric lengths, from the logarithm of the probability that a response continues.
-    keep = math.log1p(-work.end_probability)
+    # With a constant end probability, lengths have a geometric distribution.
+    log_continue_probability = math.log1p(-work.end_probability)
     return [
-        min(work.max_response_tokens, 1 + int(math.log(1.0 - generator.random()) / keep))
+        min(work.max_response_tokens, 1 + int(math.log(1.0 - generator.random()) / log_continue_probability))
         for _ in range(work.rows)
     ]

@@ -1,9 +1,10 @@
-"""Grade the planner on published measurements: predict from inputs alone, then compare.
+"""Compare the planner's predictions with published measurements.
 
     python benchmarks/planner/grade.py                  # the 21 points the constants are calibrated on
     python benchmarks/planner/grade.py FILE [--json FILE] [--constants FILE]    # scenarios of your own
 
-README.md beside this file is the format. The exit code is 1 when a scenario is outside its tolerance.
+README.md in this folder describes the format of scenarios. The exit code is 1 if a scenario is outside its
+tolerance.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from predict import predict
-from scenario import Scenario, without_answers
-from tolerance import compared, inside, ratio
+from scenario import Scenario, without_measurements
+from tolerance import compare_scenario_values, is_inside, ratio
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.hardware import Constants, load_constants
@@ -38,11 +39,11 @@ class Outcome:
     measured: dict[str, Any]
     """Measured quantities by key."""
     ratio: dict[str, float | None] = field(default_factory=dict)
-    """Predicted over measured by key, or the relation of a rule between scenarios."""
+    """Predicted / measured by key; for a rule between two scenarios, their ratio or difference."""
     inside_by_key: dict[str, bool] = field(default_factory=dict)
     """Whether the prediction is inside its tolerance, by key."""
     error: str | None = None
-    """Reason why nothing was predicted."""
+    """Reason why the scenario could not be predicted, or None."""
 
     @property
     def inside_tolerance(self) -> bool:
@@ -54,7 +55,7 @@ class Outcome:
         return {
             "id": self.id,
             "kind": self.kind,
-            "predicted": _plain(self.predicted),
+            "predicted": _to_json_value(self.predicted),
             "measured": self.measured,
             "ratio": self.ratio,
             "inside_tolerance": self.inside_tolerance,
@@ -63,17 +64,17 @@ class Outcome:
         }
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON has: it has no infinity, which means that a layout does not fit."""
+def _to_json_value(value: Any) -> Any:
+    """Convert a predicted value for JSON: infinity, the value of a layout that does not fit, becomes None."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_json_value(item) for key, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
         return None
     return value
 
 
 def read_scenarios(path: str) -> list[dict[str, Any]]:
-    """Read a JSON list of scenarios (or one scenario); raises UserError on anything else."""
+    """Read a JSON list of scenarios, or one scenario; raises UserError for any other content."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"no scenario file {path}", where="command line", fix="give an existing JSON file")
@@ -90,43 +91,45 @@ def read_scenarios(path: str) -> list[dict[str, Any]]:
     return [dict(entry) for entry in data]
 
 
-def _candidates(raw: Mapping[str, Any], key: str) -> Sequence[Any] | None:
-    """Return the candidates of a choice in their order; None where the key is no choice."""
-    # The order in which a scenario lists its candidates is the one that `ordering` counts in.
+def _candidates(entry: Mapping[str, Any], key: str) -> Sequence[Any] | None:
+    """Return the candidates of the choice ``key`` in the order of the scenario; None for other keys.
+
+    The tolerance `ordering` counts steps in this order.
+    """
     if key == "best":
-        return list(raw.get("candidates") or ())
+        return list(entry.get("candidates") or ())
     if key == "best_rollout_tensor":
-        return (raw.get("rollout") or {}).get("candidates_tensor") or [1, 2, 4, 8]
+        return (entry.get("rollout") or {}).get("candidates_tensor") or [1, 2, 4, 8]
     return None
 
 
-def _compare(raw: Mapping[str, Any], outcome: Outcome) -> None:
-    """Compare each measured key with its prediction."""
-    tolerances = raw.get("tolerance") or {}
+def _compare(entry: Mapping[str, Any], outcome: Outcome) -> None:
+    """Compare the measurements of a scenario with the predictions, and store the result in ``outcome``."""
+    tolerances = entry.get("tolerance") or {}
     for key, measurement in outcome.measured.items():
         prediction = outcome.predicted.get(key)
         outcome.ratio[key] = ratio(prediction, measurement)
-        # One tolerance may hold for all keys.
+        # A single tolerance applies to all keys.
         tolerance = tolerances
         if isinstance(tolerances, Mapping):
             tolerance = tolerances.get(key)
-        outcome.inside_by_key[key] = inside(prediction, measurement, tolerance, _candidates(raw, key))
+        outcome.inside_by_key[key] = is_inside(prediction, measurement, tolerance, _candidates(entry, key))
 
 
 def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list[Outcome]:
-    """Predict and compare every scenario; an error in one is recorded and does not stop the others."""
+    """Predict and compare every scenario; an error in a scenario does not stop the other scenarios."""
     outcomes = []
-    for raw in entries:
+    for entry in entries:
         # The prediction gets a copy without the measurements.
-        scenario = Scenario(without_answers(raw), constants)
-        outcome = Outcome(scenario.name, str(raw.get("kind")), {}, dict(raw.get("measured") or {}))
+        scenario = Scenario(without_measurements(entry), constants)
+        outcome = Outcome(scenario.name, str(entry.get("kind")), {}, dict(entry.get("measured") or {}))
         try:
             outcome.predicted = predict(scenario)
-            _compare(raw, outcome)
+            _compare(entry, outcome)
         except UserError as error:
             outcome.error = str(error)
         except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
-            # A malformed field: the entry's author needs the scenario, not a traceback.
+            # Report a malformed field with the name of the scenario instead of a traceback.
             outcome.error = f"scenario {scenario.name}: {type(error).__name__}: {error}"
         outcomes.append(outcome)
 
@@ -135,11 +138,11 @@ def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list
 
 
 def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) -> None:
-    """Check the rules that relate one scenario to another of the same file."""
-    for raw in entries:
-        outcome = by_id[str(raw.get("id", "?"))]
+    """Check the rules between two scenarios of the same file."""
+    for entry in entries:
+        outcome = by_id[str(entry.get("id", "?"))]
         # A single rule may be written without a list.
-        rules = raw.get("compare") or []
+        rules = entry.get("compare") or []
         if isinstance(rules, Mapping):
             rules = [rules]
 
@@ -152,15 +155,17 @@ def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str,
             if reference is not None:
                 reference_value = reference.predicted.get(rule["key"])
 
-            # A scenario that failed, or is not in the file, fails the rule.
+            # A rule with a failed or missing scenario is not fulfilled.
             if value is None or reference_value is None:
                 outcome.inside_by_key[label] = False
                 continue
-            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, reference_value, rule)
+            outcome.ratio[label], outcome.inside_by_key[label] = compare_scenario_values(
+                value, reference_value, rule
+            )
 
 
-def _number(value: Any) -> str:
-    """Return a value as a cell of the table."""
+def _format_value(value: Any) -> str:
+    """Format a value for a cell of the table."""
     if isinstance(value, float):
         if not isfinite(value):
             return "does not fit"
@@ -178,26 +183,26 @@ def table(outcomes: Sequence[Outcome]) -> str:
         if outcome.error:
             lines += [f"{outcome.id:8} error"] + [f"    {line}" for line in outcome.error.splitlines()]
 
-        # Without measurements, all predictions; then the rules between scenarios.
+        # List the measured keys (or all predicted keys, without measurements), then the rules.
         keys = list(outcome.measured) or list(outcome.predicted)
         keys += [key for key in outcome.inside_by_key if key not in keys]
         for key in keys:
             key_ratio = outcome.ratio.get(key)
             ratio_text = "" if key_ratio is None else f"{key_ratio:.3f}"
-            prediction = _number(outcome.predicted.get(key, ""))
-            measurement = _number(outcome.measured.get(key, ""))
+            prediction = _format_value(outcome.predicted.get(key, ""))
+            measurement = _format_value(outcome.measured.get(key, ""))
             verdict = verdicts[outcome.inside_by_key.get(key)]
             lines.append(
                 f"{outcome.id:8} {key:36} {prediction:>14} {measurement:>16} {ratio_text:>7}  {verdict}"
             )
 
-    good = sum(outcome.inside_tolerance for outcome in outcomes)
-    lines.append(f"{good} of {len(outcomes)} scenarios inside tolerance")
+    num_inside = sum(outcome.inside_tolerance for outcome in outcomes)
+    lines.append(f"{num_inside} of {len(outcomes)} scenarios inside tolerance")
     return "\n".join(lines)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Print predictions beside measurements; return 1 when a scenario is outside its tolerance."""
+    """Print predictions and measurements; return 1 if a scenario is outside its tolerance."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

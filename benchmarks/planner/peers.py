@@ -1,9 +1,8 @@
-"""Predictions for systems of the published points that this project does not have.
+"""Predictions for features of other systems in the published points: weight syncs, serving, sharded training.
 
-They are other weight syncs, serving, and fully sharded training.
-
-Sync volumes: HybridFlow (arXiv 2409.19256) table 2. Seconds: a fixed part per sync plus bytes over the
-slowest link of the method; the constants' sources are in constants.json.
+The volumes of weight syncs follow table 2 of HybridFlow (arXiv 2409.19256). The seconds of a weight sync are
+a fixed part plus the bytes over the slowest link of the method. The sources of the constants are in
+constants.json.
 """
 
 from __future__ import annotations
@@ -33,48 +32,50 @@ from megatron_rl.shapes.traffic import gathered_bytes, received_by_other_project
 Method = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
 """Function that returns the seconds of one weight sync."""
 _GATHER_OVERLAP = 0.8
-"""Share of computation behind which the gathering of fully sharded weights is hidden."""
+"""Fraction of the computation time that can overlap with the gathering of fully sharded weights."""
 _GATHER_EXPOSED = 0.1
-"""Share of the gathering that is never hidden."""
+"""Fraction of the gathering that never overlaps."""
 
 
 @dataclass(frozen=True)
 class SyncVolume:
-    """Bytes per GPU of one sync."""
+    """Bytes per GPU of one weight sync."""
 
     received: float
     """Bytes that the GPU receives."""
     peak: float
-    """Most bytes of parameters at once."""
+    """Peak size of the parameters in memory."""
     redundant: float
     """Bytes of parameters that are in memory twice."""
 
 
-def volume(
+def predict_sync_volume(
     model: ModelShape,
     layout: ParallelLayout,
     rollout: RolloutLayout,
     method: str,
     machine: Machine,
 ) -> SyncVolume:
-    """Return bytes per GPU of one sync in place (HybridFlow table 2).
+    """Return the bytes per GPU of a weight sync between trainer and engine on the same GPUs.
 
-    strided: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice; every other
-    method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
+    The formulas are in table 2 of HybridFlow. M are the bytes of the model. t and p are the tensor and
+    pipeline sizes of training, t_g and p_g are the tensor and pipeline sizes of generation.
+
+    - strided_reshard: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice
+    - methods that gather the model: (tp - 1) / tp M received, peak M, M / tp twice
     """
-    # M of the paper.
-    total = float(machine.bytes_per_weight * model.parameters)
+    model_bytes = float(machine.bytes_per_weight * model.parameters)
     # Ranks that share one copy of the model, in training and in generation.
-    train = layout.tensor * layout.pipeline
+    train_ranks = layout.tensor * layout.pipeline
+    rollout_ranks = rollout.tensor * rollout.pipeline
 
-    shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
-        received = received_by_other_projects(total, layout, shard).get("HybridFlow", 0.0)
-        return SyncVolume(received, total / shard, 0.0)
+        received = received_by_other_projects(model_bytes, layout, rollout_ranks).get("HybridFlow", 0.0)
+        return SyncVolume(received, model_bytes / rollout_ranks, 0.0)
 
     if method == "planned_peer_to_peer":
-        return SyncVolume(total / shard, total / shard, 0.0)
-    return SyncVolume(gathered_bytes(total, layout), total, total / train)
+        return SyncVolume(model_bytes / rollout_ranks, model_bytes / rollout_ranks, 0.0)
+    return SyncVolume(gathered_bytes(model_bytes, layout), model_bytes, model_bytes / train_ranks)
 
 
 def strided_seconds(
@@ -83,24 +84,25 @@ def strided_seconds(
     rollout: RolloutLayout,
     machine: Machine,
 ) -> float:
-    """Return seconds of HybridFlow's sync in place: each rank gathers the slices its shard lacks."""
+    """Return the seconds of HybridFlow's sync on the same GPUs, where each rank gathers missing slices."""
     if layout is None:
         raise UserError("strided_reshard needs the training layout", where="layout", fix="state layout")
 
     cluster = machine.cluster
     constants = machine.constants
-    train = layout.tensor * layout.pipeline
-    received = volume(model, layout, rollout, "strided_reshard", machine).received
+    model_ranks = layout.tensor * layout.pipeline
+    received = predict_sync_volume(model, layout, rollout, "strided_reshard", machine).received
 
-    # A stage's tensor slices are in one node (consecutive ranks); other stages are on other nodes unless
-    # the complete job fits one.
+    # The tensor slices of a stage are on one node, since their ranks are consecutive. Other stages are on
+    # other nodes, unless the complete job fits into one node.
     slices = max(1.0, layout.tensor / rollout.tensor)
 
     stages = 1
     if layout.size <= cluster.domain:
         stages = layout.pipeline
 
-    node_bytes = min(received, (slices * stages - 1) / train * machine.bytes_per_weight * model.parameters)
+    node_share = (slices * stages - 1) / model_ranks
+    node_bytes = min(received, node_share * machine.bytes_per_weight * model.parameters)
     seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
     seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
     return constants.weight_sync.strided_fixed_seconds + seconds
@@ -112,22 +114,22 @@ def gathered_seconds(
     rollout: RolloutLayout,
     machine: Machine,
 ) -> float:
-    """Return seconds of gathering every complete tensor, which the engine then loads."""
+    """Return the seconds in which complete tensors are gathered and then loaded by the engine."""
     cluster = machine.cluster
     sync = machine.constants.weight_sync
     total = machine.bytes_per_weight * model.parameters
-    # Every tensor costs a collective, and a copy at the rate of the engine's loader.
+    # Every tensor needs a collective, and a copy by the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensor_count * sync.gather_seconds_per_tensor
 
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 
-    # Ranks that have a copy of the model together.
+    # Ranks that share one copy of the model.
     model_ranks = 1
     if layout:
         model_ranks = layout.tensor * layout.pipeline * max(1, layout.expert // layout.tensor)
     if model_ranks > cluster.domain:
         remote_bytes = total * (1 - cluster.domain / model_ranks)
-        # Every node receives the missing bytes over all of its cards, then spreads them inside.
+        # A node receives the missing bytes over all its network cards.
         seconds += remote_bytes / (cluster.network * min(cluster.gpus_per_node, 8) * sync.gather_network)
     return seconds
 
@@ -138,9 +140,10 @@ def broadcast_seconds(
     rollout: RolloutLayout,
     machine: Machine,
 ) -> float:
-    """Return seconds of a sync that starts in host memory: pipelined copy and broadcast.
+    """Return the seconds of a sync from host memory, by pipelined copies and broadcasts.
 
-    The rate depends on whether one node or several receive, hardly on their number.
+    The rate depends on whether the receivers are on one node or on several nodes. The number of nodes hardly
+    matters.
     """
     sync = machine.constants.weight_sync
     one_node = rollout.replicas * rollout.gpus <= machine.cluster.gpus_per_node
@@ -156,9 +159,9 @@ def planned_sync_seconds(
     rollout: RolloutLayout,
     machine: Machine,
 ) -> float:
-    """Return seconds of planned copies between disjoint ranks: every rank receives its complete shard.
+    """Return the seconds of planned copies between separate GPUs, where each rank receives its shard.
 
-    Without a ``layout`` the senders are not the bottleneck.
+    Without a ``layout`` of the senders, only the receivers limit the speed.
     """
     received_bytes = rollout_weight_bytes(model, rollout, machine)
     sent_bytes = 0.0
@@ -175,8 +178,8 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_of(method: str) -> Method:
-    """Return a method's seconds as a function; raises UserError on an unknown one."""
+def find_method(method: str) -> Method:
+    """Return the function for the seconds of a sync method; raises UserError for an unknown method."""
     if method in METHODS:
         return METHODS[method]
 
@@ -190,9 +193,12 @@ def method_of(method: str) -> Method:
     )
 
 
-def sync_of(method: str) -> SyncSeconds:
-    """Return a method as the search calls it: its seconds do not depend on the engine's ranks."""
-    seconds = method_of(method)
+def make_sync_seconds(method: str) -> SyncSeconds:
+    """Return the function of `find_method` with the signature for the placement search.
+
+    The seconds do not depend on the engine's ranks.
+    """
+    seconds = find_method(method)
 
     def sync_seconds(
         model: ModelShape,
@@ -214,8 +220,8 @@ def decode_milliseconds(
     prompt: float,
     lengths: ResponseLengths,
 ) -> float:
-    """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
-    # Integrate over the response length, weighted by the sequences that are alive.
+    """Return the mean milliseconds between tokens if ``rows`` sequences start to decode together."""
+    # Integrate over the response length, weighted by the number of sequences that are this long.
     cost = decode_cost(model, rollout, machine)
     width = lengths.limit / POINTS
     total = 0.0
@@ -223,9 +229,9 @@ def decode_milliseconds(
 
     for point in range(POINTS):
         length = (point + 0.5) * width
-        alive = rows * lengths.fraction_longer(length)
-        total += alive * cost.seconds(max(1.0, alive), prompt + length)
-        weight += alive
+        num_running = rows * lengths.fraction_longer(length)
+        total += num_running * cost.seconds(max(1.0, num_running), prompt + length)
+        weight += num_running
     return 1e3 * total / weight
 
 
@@ -237,23 +243,24 @@ def serving_tokens_per_second(
     prompt: float,
     lengths: ResponseLengths,
 ) -> float:
-    """Return response tokens per second of one replica that is kept full by a queue.
+    """Return the response tokens per second of one replica with a queue of requests.
 
-    Running sequences are mid-response on average, and decoding waits for each response's prefill.
+    ``concurrent`` is the number of requests at a time. On average, a running sequence is in the middle of its
+    response. Decoding waits while the prompt of a new sequence is prefilled.
     """
-    # As many run as the queue, the engine and its cache allow.
+    # The number of running sequences is limited by the queue, the engine and its cache.
     engine = machine.constants.engines[rollout.engine]
-    generated = lengths.mean_square() / (2.0 * lengths.mean)
+    context = prompt + lengths.mean_square() / (2.0 * lengths.mean)
     capacity = cache_capacity_tokens(model, rollout, machine)
 
-    running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + generated))
-    if running < 1.0:
+    num_running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / context)
+    if num_running < 1.0:
         return 0.0
 
     cost = decode_cost(model, rollout, machine)
     prefill = prefill_seconds(model, rollout, machine, prompt, prompt)
-    seconds_per_token = cost.seconds(running, prompt + generated) + running * prefill / lengths.mean
-    return running / seconds_per_token
+    seconds_per_token = cost.seconds(num_running, context) + num_running * prefill / lengths.mean
+    return num_running / seconds_per_token
 
 
 def gathering_seconds(
@@ -262,16 +269,18 @@ def gathering_seconds(
     work: ReplicaWork,
     compute: float,
 ) -> float:
-    """Return the seconds that gathering fully sharded weights adds to ``compute`` of an optimizer step.
+    """Return the seconds that gathering fully sharded weights adds to an optimizer step.
 
-    Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
+    ``compute`` are the seconds of computation in the step. The weights are gathered for the forward and the
+    backward pass of every micro-batch. Most of the gathering overlaps with computation.
     """
-    # In bfloat16, over the data-parallel ranks.
+    # The weights are gathered in bfloat16 over the data-parallel ranks.
     layout = choice.layout
-    weights = 2.0 * sum(max_stage_parameters(choice.model, layout))
-    gather = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
-    traffic = 2 * gather * work.micro_batches
-    return max(0.0, traffic - _GATHER_OVERLAP * compute) + _GATHER_EXPOSED * min(traffic, compute)
+    weight_bytes = 2.0 * sum(max_stage_parameters(choice.model, layout))
+    gather = gather_seconds(machine, layout.data * layout.context, layout.tensor, weight_bytes)
+    total_gather = 2 * gather * work.micro_batches
+    exposed = max(0.0, total_gather - _GATHER_OVERLAP * compute)
+    return exposed + _GATHER_EXPOSED * min(total_gather, compute)
 
 
 def model_flops_per_token(
@@ -280,11 +289,11 @@ def model_flops_per_token(
     attention: str,
     recompute_counted: bool,
 ) -> float:
-    """Return training FLOPs per token by a paper's convention.
+    """Return the training FLOPs per token, counted as in a paper.
 
-    3 x forward; ``attention`` full counts s keys per token, causal s / 2. With recompute counted the
-    layers' forward is counted once more, the output projection is not (Narayanan et al. 2021, eq. 3:
-    96 B s l h^2 (1 + s/6h + V/16lh)).
+    Training counts as three forward passes. With ``attention`` "full", a token attends to all s keys of the
+    sequence, otherwise to s / 2. With ``recompute_counted``, the layers count as four forward passes and the
+    output layer as three (Narayanan et al. 2021, eq. 3: 96 B s l h^2 (1 + s/6h + V/16lh)).
     """
     context = sequence / 2
     if attention == "full":

@@ -1,6 +1,6 @@
-"""Predictions of the quantities that a scenario measures, by kind.
+"""Predictions of the quantities of a scenario, with one function per kind of scenario.
 
-A prediction gets the scenario's inputs alone, never its measurements.
+A prediction gets only the scenario's inputs, and not its measurements.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from peers import (
     decode_milliseconds,
+    find_method,
     gathering_seconds,
-    method_of,
+    make_sync_seconds,
     model_flops_per_token,
+    predict_sync_volume,
     serving_tokens_per_second,
-    sync_of,
-    volume,
 )
 from scenario import Scenario
 
@@ -47,20 +47,20 @@ from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 
 Prediction = dict[str, Any]
-"""Predicted quantities by the keys of ``measured``."""
+"""Predicted quantities, by the keys of the scenario's field ``measured``."""
 
 _MICRO_BATCHES = (1, 2, 4)
 _PREFILL_TOKENS = 8192
-"""Tokens of a chunk in which an engine with continuous batching prefills."""
+"""Number of prompt tokens that an engine with continuous batching prefills at a time."""
 _STATE_BYTES = 16
 """Bytes per parameter of weights, gradients and Adam's states."""
 
 
 def _pretraining_batch(scenario: Scenario) -> StepBatch:
-    """Return the batch of a pretraining benchmark: rows of one length, without responses."""
+    """Return the batch of a pretraining benchmark: rows of equal length, without responses."""
     section = scenario.section("batch")
     sequence = scenario.sequence
-    # Without a global batch, a row for every data-parallel rank.
+    # Without a global batch, use one row per data-parallel rank.
     replicas = 256
 
     if scenario.layout:
@@ -78,7 +78,10 @@ def _train_choice(
     gpus: int,
     offload_allowed: bool = True,
 ) -> TrainChoice:
-    """Return the scenario's training layout of a role, or the planner's choice; UserError if none fits."""
+    """Return the scenario's training layout of a role, or the planner's choice without one.
+
+    Raises UserError if no layout fits.
+    """
     model = scenario.model(role)
     machine = scenario.machine
     recompute = scenario.raw.get("recompute")
@@ -94,7 +97,7 @@ def _train_choice(
             exchanges_heads=False,
         )
 
-    # The scenario's recompute may not fit any layout; then a heavier one, then offload, are the ways to run.
+    # If no layout fits with the scenario's recomputation, try more recomputation, and then offloading.
     attempts: list[tuple[Sequence[str], bool]] = []
     if recompute:
         attempts.append(((recompute,), False))
@@ -119,18 +122,18 @@ def _train_choice(
         if plans:
             return plans[0].choice
 
-    need = _STATE_BYTES * model.parameters / gpus / GB
+    required_gigabytes = _STATE_BYTES * model.parameters / gpus / GB
     raise UserError(
         f"scenario {scenario.name}: {model.name} does not fit on {gpus} GPUs in any layout",
         where=f"{scenario.name}.layout",
         expected=f"at most {machine.usable_memory / GB:.0f} GB on each of {gpus} GPUs",
-        got=f"{need:.0f} GB of weights, gradients and optimizer when evenly cut",
+        got=f"{required_gigabytes:.0f} GB of weights, gradients and optimizer when evenly cut",
         fix="more GPUs, optimizer offload, or a smaller model",
     )
 
 
 def _rollout_layout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
-    """Return the scenario's rollout layout, or the fastest one; UserError if none fits."""
+    """Return the scenario's rollout layout, or the fastest layout; raises UserError if no layout fits."""
     layout = scenario.rollout(scenario.rollout_gpus)
     if layout is not None:
         return layout
@@ -169,7 +172,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     if scenario.fully_sharded:
         seconds += gathering_seconds(choice, machine, work, step.compute)
 
-    # FLOPs by the paper's convention.
+    # Count FLOPs as the paper does.
     convention = scenario.section("flops_convention")
     recompute_counted = bool(convention.get("recompute_counted", False)) and choice.recompute == "full"
     attention = str(convention.get("attention", "full"))
@@ -185,12 +188,12 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
 
 
 def training_memory_gigabytes(scenario: Scenario) -> Prediction:
-    """Predict gigabytes on the fullest GPU while training."""
+    """Predict the gigabytes on the GPU with the highest memory use in training."""
     batch = _pretraining_batch(scenario)
     choice = _train_choice(scenario, "actor", batch, scenario.train_gpus)
     layout = choice.layout
 
-    # Without a global batch, enough micro-batches to fill the pipeline.
+    # Without a global batch, use enough micro-batches to fill the pipeline.
     rows = scenario.section("batch").get("global_batch")
 
     micro_batches = 4 * layout.pipeline
@@ -214,7 +217,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
 
 
 def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]:
-    """Return the rollout layout, the batch, and the sequences that a replica decodes together."""
+    """Return the rollout layout, the batch, and the number of sequences that a replica decodes together."""
     batch = scenario.batch
     section = scenario.section("batch")
     rollout = _rollout_layout(scenario, batch)
@@ -228,15 +231,15 @@ def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]
 
 
 def decode_latency(scenario: Scenario) -> Prediction:
-    """Predict milliseconds between tokens and peak memory of sequences that decode together."""
+    """Predict the milliseconds between tokens and the peak memory of sequences that decode together."""
     rollout, batch, sequences = _decode_inputs(scenario)
     model = scenario.model()
     machine = scenario.machine
-    # More sequences than the engine's limit wait, and do not slow the running ones.
+    # Sequences beyond the engine's limit wait, and do not slow down the running sequences.
     sequences = min(sequences, rollout.max_sequences or sequences)
     milliseconds = decode_milliseconds(model, rollout, machine, sequences, batch.prompt_length, batch.lengths)
 
-    # A static batch prefills every prompt at once, a continuous one in chunks.
+    # An engine with static batches prefills all prompts at once. Other engines prefill in chunks.
     prefill_tokens = sequences * batch.prompt_length
     if scenario.engine != "static_batch":
         prefill_tokens = min(prefill_tokens, _PREFILL_TOKENS)
@@ -249,7 +252,7 @@ def decode_latency(scenario: Scenario) -> Prediction:
 
 
 def serving_throughput(scenario: Scenario) -> Prediction:
-    """Predict response tokens per second of all replicas, with a full queue or over a finite batch."""
+    """Predict the response tokens per second of all replicas, with a queue or for a finite batch."""
     rollout, batch, sequences = _decode_inputs(scenario)
     model = scenario.model()
     machine = scenario.machine
@@ -257,13 +260,13 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     section = scenario.section("batch")
 
     if "prompts" in section and "concurrent_sequences" not in section:
-        # A finite batch, without the overheads of a reinforcement-learning loop.
+        # For a finite batch, remove the overheads of a reinforcement-learning loop.
         seconds = generate_seconds(model, rollout, batch, machine)
         share = constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
         seconds = (seconds - constants.decode.rl_fixed_seconds) * share
         return {"tokens_per_second_total": batch.rows * batch.lengths.mean / seconds}
 
-    # A full queue: as many sequences as the engine takes.
+    # With a queue, the engine always has its maximum number of sequences.
     if "concurrent_sequences" not in section:
         sequences = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
 
@@ -272,7 +275,7 @@ def serving_throughput(scenario: Scenario) -> Prediction:
 
 
 def rl_step_seconds(scenario: Scenario) -> Prediction:
-    """Predict a step's phases and token rates; disaggregated, the next step is sampled ahead."""
+    """Predict the phases and token rates of a step; with separate GPUs, the next step is sampled ahead."""
     batch = scenario.batch
     machine = scenario.machine
     gpus = scenario.train_gpus
@@ -284,15 +287,14 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
         learn = 0.0
         if spec_of(role).trains:
             learn = learn_seconds(choice, batch, machine)
-        # One rank stands for all: the roles share the training GPUs.
+        # The roles share all training GPUs, so one rank represents all ranks.
         role_seconds.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
 
-    # The system's own weight sync.
     rollout = _rollout_layout(scenario, batch)
     step = compose_step(
         role_seconds,
         generate=generate_seconds(actor.model, rollout, batch, machine),
-        reshard=method_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
+        reshard=find_method(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
         fixed=scenario.constants.efficiency.rl_fixed_seconds,
         samples_ahead=scenario.disaggregated,
     )
@@ -310,31 +312,30 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
 
 
 def weight_sync(scenario: Scenario) -> Prediction:
-    """Predict seconds of a weight synchronisation."""
+    """Predict the seconds of a weight sync."""
     rollout = scenario.rollout(scenario.rollout_gpus)
     if rollout is None:
         rollout = scenario.rollout_with(min(8, scenario.rollout_gpus), scenario.rollout_gpus)
 
     layout = scenario.layout
-    # These methods depend on the training layout.
+    # The seconds of these methods depend on the training layout.
     if layout is None and scenario.sync_method in ("strided_reshard", "gather_and_load"):
         layout = _train_choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
 
-    seconds = method_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
+    seconds = find_method(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
     return {"seconds_weight_sync": seconds}
 
 
 def weight_sync_volume(scenario: Scenario) -> Prediction:
-    """Predict bytes per GPU of a synchronisation in place."""
+    """Predict the bytes per GPU of a weight sync between trainer and engine on the same GPUs."""
     rollout = scenario.rollout(scenario.rollout_gpus) or RolloutLayout()
     layout = scenario.layout or ParallelLayout((0,))
-    # In place: trainer and engine share the GPUs.
-    sync = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
+    volume = predict_sync_volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
 
     return {
-        "gigabytes_per_gpu": sync.received / GB,
-        "gigabytes_parameters_peak": sync.peak / GB,
-        "gigabytes_redundant": sync.redundant / GB,
+        "gigabytes_per_gpu": volume.received / GB,
+        "gigabytes_parameters_peak": volume.peak / GB,
+        "gigabytes_redundant": volume.redundant / GB,
     }
 
 
@@ -344,7 +345,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
     if not candidates:
         raise scenario.error("candidates", "placement name to list of groups of roles", None)
 
-    # The trainer of HybridFlow, not this package's: roles are swapped, and each has its own stages.
+    # Plan for the trainer of HybridFlow: roles are swapped, and each role has its own pipeline stages.
     rollout = scenario.section("rollout")
     problem = PlacementProblem(
         models={role: scenario.model(role) for role in scenario.roles},
@@ -353,7 +354,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
         machine=scenario.machine,
         optimizer=scenario.optimizer,
         engine=scenario.engine,
-        sync_seconds=sync_of(scenario.sync_method),
+        sync_seconds=make_sync_seconds(scenario.sync_method),
         memory_fraction=rollout.get("memory_fraction"),
         max_sequences=rollout.get("max_sequences"),
         rollout_tensor=rollout.get("tensor"),
@@ -362,7 +363,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
         exchanges_heads=False,
         shared_stage_split=False,
     )
-    # Each candidate with the sizes of its groups that make its step shortest.
+    # For each candidate, choose the group sizes with the shortest step.
     planner = Planner(problem)
     plans = {name: plan_grouping(name, planner, groups) for name, groups in candidates.items()}
 
@@ -379,7 +380,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
 
 
 def rollout_tensor_choice(scenario: Scenario) -> Prediction:
-    """Predict the rollout tensor size with the shortest generation, and seconds by size."""
+    """Predict the rollout tensor size with the shortest generation, and the seconds of each size."""
     candidates = scenario.section("rollout").get("candidates_tensor") or [1, 2, 4, 8]
     gpus = scenario.rollout_gpus
     batch = scenario.batch
@@ -389,7 +390,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
         layout = scenario.rollout_with(int(tensor), gpus)
         seconds[int(tensor)] = generate_seconds(scenario.model(), layout, batch, scenario.machine)
 
-    # Infinite seconds: the size does not fit.
+    # A size that does not fit has infinite seconds.
     fitting = {tensor: value for tensor, value in seconds.items() if isfinite(value)}
     best = None
     ratio = None
@@ -407,7 +408,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
 
 
 def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
-    """Return whether training fits, and the forward pass of the reference in the same layout."""
+    """Return whether training fits into memory, and the reference's forward pass in the same layout."""
     gpus = scenario.train_gpus
     # Without a layout, check whether any layout fits.
     if scenario.layout is None:
@@ -417,7 +418,7 @@ def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
             return False
         return True
 
-    # The reference is frozen in the actor's layout.
+    # The reference has the layout of the actor, and no gradients.
     choice = _train_choice(scenario, "actor", batch, gpus)
     if learn_memory(choice, batch).total > limit:
         return False
@@ -427,16 +428,15 @@ def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
 
 
 def fits_in_memory(scenario: Scenario) -> Prediction:
-    """Predict whether training and generation fit; training state waits on the host while it can."""
+    """Predict whether training fits into GPU memory, and generation with the training state on the host."""
     limit = scenario.machine.usable_memory
-    rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
-    batch = scenario.batch if rl else _pretraining_batch(scenario)
+    is_rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
+    batch = scenario.batch if is_rl else _pretraining_batch(scenario)
 
-    # A scenario of generation alone has neither layout nor optimizer.
-    trains = bool(scenario.layout or scenario.raw.get("optimizer") or rl)
-    if trains and not _training_fits(scenario, batch, limit):
+    has_training = bool(scenario.layout or scenario.raw.get("optimizer") or is_rl)
+    if has_training and not _training_fits(scenario, batch, limit):
         return {"fits": False}
-    if not rl:
+    if not is_rl:
         return {"fits": True}
 
     try:
@@ -458,9 +458,9 @@ PREDICTORS: Mapping[str, Callable[[Scenario], Prediction]] = {
     "rollout_tensor_choice": rollout_tensor_choice,
     "fits_in_memory": fits_in_memory,
 }
-"""Kind of a scenario -> its prediction."""
+"""Kind of a scenario -> function that predicts its quantities."""
 
 
 def predict(scenario: Scenario) -> Prediction:
-    """Predict every key of the scenario's kind."""
+    """Predict the quantities of a scenario by its kind."""
     return PREDICTORS[scenario.kind](scenario)

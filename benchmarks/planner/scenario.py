@@ -1,14 +1,20 @@
 """Typed inputs of a scenario: every field is optional except kind, model and cluster.
 
-Defaults: gpus_per_node and network as the GPU's usual machine; placement colocated (disaggregated
-when the cluster names train_gpus or rollout_gpus); layout and rollout absent: chosen by the planner;
-disaggregated without counts: half the GPUs each; samples_per_prompt 1; optimizer_steps from
-global_batch, else 1; micro_batch 1; packing off for pretraining, on for reinforcement learning;
-prompt_tokens 256; response_tokens_mean: a quarter of the maximum when variable, else the maximum;
-sequence_length prompt plus longest response; precision bf16; recompute none (full when that alone
-fits); optimizer Adam, distributed, 4 + 12 bytes; algorithm grpo; weight sync: gather_and_load
-colocated, planned_peer_to_peer disaggregated; memory_fraction 0.6 colocated, 0.9 otherwise; engine
-current; attention counted in full, recompute not counted.
+Defaults:
+
+- gpus_per_node and network: as in the GPU's usual machine
+- placement: colocated; disaggregated if the cluster has train_gpus and rollout_gpus
+- train_gpus and rollout_gpus of a disaggregated placement: half of the GPUs each
+- layout and rollout: chosen by the planner
+- batch: samples_per_prompt 1, micro_batch 1, prompt_tokens 256; optimizer_steps from global_batch, or 1;
+  packing off for pretraining, on for reinforcement learning
+- response_tokens_mean: a quarter of the maximum for variable lengths, otherwise the maximum
+- sequence_length: the prompt plus the longest response
+- precision bf16; recompute none, or full if nothing else fits; algorithm grpo; engine current
+- optimizer: distributed Adam with 4 + 12 bytes per parameter
+- weight_sync: gather_and_load if colocated, planned_peer_to_peer if disaggregated
+- memory_fraction: 0.6 if colocated, otherwise 0.9
+- FLOPs: attention counted in full, recomputation not counted
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
-_ANSWERS = ("measured", "tolerance", "compare", "notes", "source")
-"""Fields that a prediction must not see."""
+_MEASUREMENT_FIELDS = ("measured", "tolerance", "compare", "notes", "source")
+"""Fields that a prediction must not use."""
 KINDS = (
     "pretrain_throughput",
     "training_memory",
@@ -44,9 +50,9 @@ KINDS = (
 )
 
 
-def without_answers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without measured values and tolerances."""
-    return deepcopy({key: value for key, value in raw.items() if key not in _ANSWERS})
+def without_measurements(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a scenario without measured values and tolerances."""
+    return deepcopy({key: value for key, value in entry.items() if key not in _MEASUREMENT_FIELDS})
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,14 @@ class Scenario:
 
     @property
     def kind(self) -> str:
-        """Return the kind; raises UserError on an unknown one."""
+        """Return the kind of the scenario; raises UserError for an unknown kind."""
         kind = str(self.raw.get("kind"))
         if kind not in KINDS:
             raise self.error("kind", "one of " + ", ".join(KINDS), kind, nearest(kind, KINDS))
         return kind
 
     def error(self, key: str, expected: str, got: Any, guess: str | None = None) -> UserError:
-        """Return an error that names this scenario and a field."""
+        """Return the error for a missing or wrong field of this scenario; ``guess`` is a similar value."""
         return UserError(
             f"scenario {self.name}: field {key} is missing or wrong",
             where=f"{self.name}.{key}",
@@ -82,15 +88,15 @@ class Scenario:
         )
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return a nested mapping, empty when absent."""
+        """Return a nested mapping of the scenario, or an empty mapping if it is absent."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
             raise self.error(name, "a mapping", value)
         return value
 
     def model(self, role: str = "actor") -> ModelShape:
-        """Return a role's model."""
-        # A role without its own model uses the scenario's.
+        """Return the model of a role."""
+        # A role without a separate model has the model of the scenario.
         reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
@@ -98,8 +104,8 @@ class Scenario:
 
     @property
     def machine(self) -> Machine:
-        """Return the complete cluster."""
-        # Absent numbers default to the GPU's usual machine.
+        """Return the cluster of all GPUs with the constants and the precision of the prediction."""
+        # Take absent numbers from the GPU's usual machine.
         section = self.section("cluster")
         gpu = section.get("gpu")
         if gpu is None:
@@ -115,8 +121,8 @@ class Scenario:
         return Machine(cluster, self.constants, str(self.raw.get("precision") or "bf16"))
 
     def _gpu_count(self, section: Mapping[str, Any]) -> int:
-        """Return the GPUs of the cluster; without a count, the GPUs that layout or rollout use."""
-        # A cluster is counted as a whole, or by its two sides.
+        """Return the number of GPUs of the cluster; if absent, the number that layout or rollout use."""
+        # The cluster has one number of GPUs, or separate numbers for training and rollout.
         count = section.get("num_gpus") or sum(
             section.get(side, 0) for side in ("train_gpus", "rollout_gpus")
         )
@@ -139,7 +145,7 @@ class Scenario:
     def disaggregated(self) -> bool:
         """Return whether training and rollout use separate GPUs."""
         cluster = self.section("cluster")
-        # A cluster that counts both sides has two.
+        # A cluster with separate numbers for training and rollout is disaggregated.
         default = "colocated"
         if {"train_gpus", "rollout_gpus"} <= set(cluster):
             default = "disaggregated"
@@ -185,14 +191,14 @@ class Scenario:
             cluster = self.section("cluster")
             data = max(1, int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1) // model_ranks)
 
-        # Sequence parallelism came with Megatron-LM in 2022; older scenarios leave it out: it was off.
+        # Sequence parallelism is off by default, because Megatron-LM has it only since 2022.
         sequence_parallel = bool(section.get("sequence_parallel", False))
         ranks = tuple(range(model_ranks * int(data)))
         return replace(ParallelLayout(ranks, sequence_parallel=sequence_parallel), **sizes)
 
     @property
     def fully_sharded(self) -> bool:
-        """Return whether weights, gradients and optimizer are sharded over data (FSDP)."""
+        """Return whether weights, gradients and optimizer are sharded over data-parallel ranks (FSDP)."""
         return bool(self.section("layout").get("fully_sharded"))
 
     def rollout(self, gpus: int) -> RolloutLayout | None:
@@ -203,10 +209,10 @@ class Scenario:
         return self.rollout_with(int(tensor), gpus)
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
-        """Return the scenario's rollout layout at a tensor size."""
+        """Return the scenario's rollout layout on ``gpus`` GPUs with the tensor size ``tensor``."""
         section = self.section("rollout")
         pipeline = int(section.get("pipeline") or 1)
-        # A number of replicas belongs to the scenario's own tensor size; at another, as many as fit.
+        # The scenario's number of replicas is for its tensor size. For another size, as many as fit are used.
         replicas = None
 
         if section.get("tensor") == tensor:
@@ -235,18 +241,18 @@ class Scenario:
 
     @property
     def memory_fraction(self) -> float:
-        """Return the share of GPU memory that the engine may use."""
-        serving = self.kind in ("decode_latency", "serving_throughput")
-        # An engine without a trainer on its GPUs uses nearly all memory.
+        """Return the fraction of GPU memory that the engine may use."""
+        is_serving = self.kind in ("decode_latency", "serving_throughput")
+        # An engine without a trainer on the same GPUs uses nearly all memory.
         default = 0.6
-        if self.disaggregated or serving:
+        if self.disaggregated or is_serving:
             default = 0.9
         return float(self.section("rollout").get("memory_fraction") or default)
 
     @property
     def optimizer(self) -> OptimizerChoice:
-        """Return the optimizer."""
-        # Adam with float32 gradients, states and a copy of the weights.
+        """Return the optimizer's placement and its bytes per parameter."""
+        # The default is Adam with gradients, states and a copy of the weights in float32.
         section = self.section("optimizer")
         return OptimizerChoice(
             distributed=bool(section.get("distributed", True)),
@@ -257,7 +263,7 @@ class Scenario:
 
     @property
     def algorithm(self) -> str:
-        """Return grpo or ppo for a reinforcement-learning step."""
+        """Return the algorithm whose roles and phases a reinforcement-learning step has: grpo or ppo."""
         name = str(self.raw.get("algorithm") or "grpo")
         # Variants of GRPO have the same roles and phases.
         if name != "ppo":
@@ -266,8 +272,8 @@ class Scenario:
 
     @property
     def sync_method(self) -> str:
-        """Return the weight sync method."""
-        # On shared GPUs systems gather complete tensors; between separate GPUs they send planned copies.
+        """Return the name of the weight sync method."""
+        # Most systems gather complete tensors on shared GPUs, and send planned copies between separate GPUs.
         default = "gather_and_load"
         if self.disaggregated:
             default = "planned_peer_to_peer"
@@ -275,7 +281,7 @@ class Scenario:
 
     @property
     def batch(self) -> StepBatch:
-        """Return the rows of a step."""
+        """Return the batch of a step."""
         section = self.section("batch")
         prompt = float(section.get("prompt_tokens") or 256)
         limit = section.get("response_tokens_max")
@@ -298,7 +304,7 @@ class Scenario:
         prompts = int(section.get("prompts") or 1)
         samples = int(section.get("samples_per_prompt") or 1)
 
-        # Scenarios give either the number of updates or the size of one.
+        # A scenario has the number of optimizer steps, or the number of rows of an optimizer step.
         optimizer_steps = section.get("optimizer_steps")
         if optimizer_steps is None:
             global_batch = section.get("global_batch")
@@ -318,7 +324,7 @@ class Scenario:
 
     @property
     def sequence(self) -> float:
-        """Return tokens per training row (pretraining and memory)."""
+        """Return the number of tokens of a training row, for predictions of pretraining and memory."""
         section = self.section("batch")
         if section.get("sequence_length"):
             return float(section["sequence_length"])
@@ -329,5 +335,5 @@ class Scenario:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the roles of the algorithm that have a model."""
+        """Return the names of the algorithm's roles that have a model."""
         return ROLES[self.algorithm]

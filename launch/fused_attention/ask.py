@@ -37,13 +37,13 @@ WHEELS = (
     "transformer-engine-cu13", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime",
     "nvidia-cuda-crt", "nvidia-cublas", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""Packages with the libraries, and the headers that the interposer is compiled with."""
+"""Packages with the libraries, and with the headers that interpose.c includes."""
 LIBRARY = "transformer_engine/wheel_lib/libtransformer_engine.so"
 FOLDERS = ("nvidia/cu13/lib", "nvidia/cudnn/lib", "nvidia/nccl/lib")
 """Folders of the libraries that `LIBRARY` is linked with."""
 
 CAPABILITIES = (80, 90, 100, 103, 120)
-"""Compute capabilities x 10: A100, H100, B200, B300, and workstations of Blackwell."""
+"""Compute capabilities x 10 of A100, H100, B200, B300 and Blackwell workstation GPUs."""
 
 _FIELDS = """
     is_training deterministic cuda_graph return_max_logit attn_mask_type bias_type window_size_left
@@ -52,7 +52,7 @@ _FIELDS = """
     do_scale_inv_format batch_size num_attn_heads num_gqa_groups head_dim_qk head_dim_v max_seqlen_q
     max_seqlen_kv num_tokens_q num_tokens_kv
 """
-"""Attributes of NVTEFusedAttnConfig in their order (fused_attn.h of 2.20.2), as far as they are set here."""
+"""First attributes of NVTEFusedAttnConfig, in the order of fused_attn.h (2.20.2)."""
 _BYTES = {
     "is_training",
     "deterministic",
@@ -76,19 +76,26 @@ _NO_FORMAT = 8
 _FUSED_BACKEND = 1  # NVTE_F16_arbitrary_seqlen, the fused kernel for half precision
 
 _NUM_SHORT_ROWS = (40, 300)
-"""Numbers of rows in a micro-batch of short rows."""
+"""Numbers of rows that are tried for a micro-batch of short rows."""
 
 
 class Attention(NamedTuple):
     """Attention of one rank: its heads and the packed rows of a micro-batch."""
 
     name: str
+    """Name of the model with its layout."""
     heads: int
+    """Number of query heads."""
     groups: int
+    """Number of key-value heads."""
     key_size: int
+    """Size of a query or key head."""
     value_size: int
+    """Size of a value head."""
     tokens: int
+    """Number of tokens of a micro-batch."""
     longest_row: int
+    """Maximum number of tokens of a row."""
 
 
 class ShippedModel(NamedTuple):
@@ -100,8 +107,8 @@ class ShippedModel(NamedTuple):
 
 
 def shipped_models() -> dict[str, ShippedModel]:
-    """Return the trained models of the shipped configurations by name and layout, each once."""
-    # Configurations have paths relative to the root.
+    """Return the trained models of the shipped configurations, each combination of model and layout once."""
+    # Paths in the configurations are relative to the root of the repository.
     os.chdir(ROOT)
     model_by_name: dict[str, ShippedModel] = {}
     for file in sorted((ROOT / "configs").glob("**/*.yaml")):
@@ -115,7 +122,7 @@ def shipped_models() -> dict[str, ShippedModel]:
             shape = report.shapes.get(role, report.shape)
             if role == "rollout" or shape is None or report.batch is None:
                 continue
-            # Attention with sinks comes from PyTorch, and plain layers have their own.
+            # Skip attention that Transformer Engine does not compute: with sinks, or in plain layers.
             if shape.needs_plain_layers or shape.sinks:
                 continue
 
@@ -152,7 +159,7 @@ def unfused_reason(
     deterministic: bool,
     num_rows: int,
 ) -> str:
-    """Return why the library has no fused kernel for an attention, empty if it has one."""
+    """Return why the library has no fused kernel for an attention, or "" if it has one."""
     # Rows are padded to a multiple of eight tokens.
     max_tokens = min(attention.longest_row, attention.tokens // num_rows)
     padded_tokens = math.ceil(max_tokens / 8) * 8
@@ -231,7 +238,7 @@ def _c_value(name: str, value: float) -> Any:
 
 
 def print_reasons(folder: Path, attentions: list[Attention]) -> None:
-    """Print for each attention, as JSON, why it is not fused by default and if deterministic."""
+    """Print as JSON, for each attention, why it has no fused kernel: by default, and if deterministic."""
     # Transformer Engine uses symbols of this library, so it has to be loaded first.
     ctypes.CDLL("libnvrtc.so.13", mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
@@ -241,7 +248,7 @@ def print_reasons(folder: Path, attentions: list[Attention]) -> None:
         num_long_rows = max(1, attention.tokens // attention.longest_row)
         reasons_by_name[attention.name] = []
         for deterministic in (False, True):
-            # A kernel counts only if training and log-prob passes get it, for long and for short rows.
+            # Attention is fused only if it is in training and log-prob passes, with long and with short rows.
             reasons = [
                 unfused_reason(
                     library,
@@ -258,11 +265,11 @@ def print_reasons(folder: Path, attentions: list[Attention]) -> None:
     print(json.dumps(reasons_by_name))
 
 
-def prepare(folder: Path) -> dict[str, str]:
+def prepare_libraries(folder: Path) -> dict[str, str]:
     """Download and unpack the wheels and compile two libraries; return the environment that loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = dict(line.split("==") for line in LOCK.read_text().split() if "==" in line)
-    # A library that exists was unpacked by an earlier call.
+    # An earlier call may have downloaded and unpacked the libraries.
     if not (folder / LIBRARY).is_file():
         requirements = [f"{name}=={lock[name]}" for name in WHEELS]
         download = [
@@ -315,7 +322,7 @@ def query_libraries(
     capability: int,
 ) -> dict[str, list[str]]:
     """Return the reasons of `print_reasons` for GPUs of one compute capability."""
-    # A process per capability: the libraries read it once, from the interposed driver.
+    # Start a separate process, since the libraries read the compute capability only once.
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -334,7 +341,10 @@ def query_libraries(
 
 
 def rule_differences(model: ShippedModel, capability: int, reasons: list[str]) -> Iterator[str]:
-    """Yield the cases in which the project's rule differs from the libraries."""
+    """Yield the cases in which the project's rule differs from the libraries, as text.
+
+    ``reasons`` are the two reasons of `print_reasons`: by default, and if deterministic.
+    """
     for deterministic, reason in zip((False, True), reasons, strict=True):
         role = AcceleratedRole(
             model.shape,
@@ -369,7 +379,7 @@ def main() -> int:
         print_reasons(folder, attentions)
         return 0
 
-    environment = prepare(folder)
+    environment = prepare_libraries(folder)
     model_by_name = shipped_models()
     attentions = [model.attention for model in model_by_name.values()]
     reasons_by_capability = {
@@ -400,7 +410,7 @@ def main() -> int:
 
 
 def _cell(default_reason: str, deterministic_reason: str) -> str:
-    """Return a table cell from the reasons against a fused kernel, by default and if deterministic."""
+    """Format a table cell: whether a kernel is fused by default, and if deterministic."""
     if default_reason:
         return "–"
     if deterministic_reason:

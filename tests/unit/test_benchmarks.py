@@ -122,7 +122,7 @@ def test_a_recipes_run_is_told_from_its_metrics(beside: Any, monkeypatch: Any, t
 
 def test_simulated_replicas_wait_in_lockstep_and_draw_from_one_queue_otherwise(beside: Any) -> None:
     replicas = beside("simulated_replicas")
-    cost = replicas.interpolated({1: 1.0, 2: 1.0, 4: 3.0})
+    cost = replicas.interpolate_costs({1: 1.0, 2: 1.0, 4: 3.0})
     assert [cost(rows) for rows in (1, 2, 3, 4)] == [1.0, 1.0, 2.0, 3.0]
     # Two replicas with room for two rows: the first is given 8 and 8, 6 and 2, the second 1, 1, 1, 3.
     lengths = [[8, 8], [1, 1], [6, 2], [1, 3]]
@@ -131,9 +131,9 @@ def test_simulated_replicas_wait_in_lockstep_and_draw_from_one_queue_otherwise(b
     drawn = replicas.simulate(lengths, 2, rows=2, max_in_flight=2, cost=cost)
     # The last group begins where one row of the third has ended, and none waits for a whole group's room.
     assert [second for second, _ in drawn] == [1.0, 1.0, 3.0, 4.0, 7.0, 7.0, 8.0, 8.0]
-    assert replicas.full(lengths, 2, rows=2, cost=cost) == 7.5
+    assert replicas.full_engine_seconds(lengths, 2, rows=2, cost=cost) == 7.5
     steady = replicas.simulate([[3, 3]] * 16, 2, rows=2, max_in_flight=2, cost=cost)
-    assert replicas.step_in_the_middle(steady, 4) == 6.0
+    assert replicas.seconds_of_middle_step(steady, 4) == 6.0
 
 
 def test_placements_balance_learning_and_sampling(beside: Any) -> None:

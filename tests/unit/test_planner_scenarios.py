@@ -9,8 +9,8 @@ from statistics import median
 import pytest
 from grade import evaluate, main, read_scenarios
 from predict import PREDICTORS, predict
-from scenario import KINDS, Scenario, without_answers
-from tolerance import compared, inside, ratio
+from scenario import KINDS, Scenario, without_measurements
+from tolerance import compare_scenario_values, is_inside, ratio
 
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.learn import routing_imbalance
@@ -49,7 +49,7 @@ def test_prediction_does_not_depend_on_what_was_measured(outcomes) -> None:
 
 
 def test_a_scenario_holds_no_answers() -> None:
-    raw = without_answers(POINTS[0])
+    raw = without_measurements(POINTS[0])
     assert not {"measured", "tolerance", "compare"} & set(raw)
     raw["layout"]["tensor"] = 99
     assert POINTS[0]["layout"]["tensor"] == 8  # a copy: nothing leads back to the file's entry
@@ -57,7 +57,7 @@ def test_a_scenario_holds_no_answers() -> None:
 
 @pytest.mark.slow
 def test_scenarios_without_measurements_are_predicted() -> None:
-    bare = [without_answers(point) for point in POINTS]
+    bare = [without_measurements(point) for point in POINTS]
     for outcome in evaluate(bare, load_constants()):
         assert outcome.error is None and outcome.predicted and outcome.inside_tolerance
 
@@ -149,16 +149,16 @@ def test_inline_model_and_absent_layout() -> None:
     ],
 )
 def test_tolerance_forms(predicted, measured, tolerance, expected: bool) -> None:
-    assert inside(predicted, measured, tolerance) is expected
+    assert is_inside(predicted, measured, tolerance) is expected
 
 
 def test_ordering_and_relations() -> None:
     order = {"ordering": {"within_steps": 1}}
-    assert inside("b", "a", order, ["a", "b", "c"])
-    assert not inside("c", "a", order, ["a", "b", "c"])
-    assert inside("a", "a", {"ordering": {"within_steps": 0}}, ["a"])
-    assert compared(3.0, 2.0, {"ratio": [1.4, 1.6]}) == (1.5, True)
-    assert compared(3.0, 2.0, {"difference": [2, 3]}) == (1.0, False)
+    assert is_inside("b", "a", order, ["a", "b", "c"])
+    assert not is_inside("c", "a", order, ["a", "b", "c"])
+    assert is_inside("a", "a", {"ordering": {"within_steps": 0}}, ["a"])
+    assert compare_scenario_values(3.0, 2.0, {"ratio": [1.4, 1.6]}) == (1.5, True)
+    assert compare_scenario_values(3.0, 2.0, {"difference": [2, 3]}) == (1.0, False)
     assert ratio(3.0, [1.0, 2.0]) == 1.5 and ratio(1.5, [1.0, 2.0]) == 1.0 and ratio("a", "b") is None
 
 
