@@ -6,7 +6,6 @@ agent, restarts and signals, and so are its ranks; only their processes are crea
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import (
     subprocess_handler,
@@ -55,19 +54,18 @@ class Forked(subprocess.Popen):
             return
 
         try:
-            code = _begin_anew([*args], environment, {1: output, 2: errors})
+            _begin_anew([*args], environment, {1: output, 2: errors})
         except BaseException:
             traceback.print_exc()
-            code = 1
-        os._exit(code)
+        os._exit(1)
 
 
 def _begin_anew(
     command: list[str],
     environment: Mapping[str, str],
     streams: Mapping[int, int],
-) -> int:
-    """Reset this forked process to the state of a new one, run the command, and return its exit code."""
+) -> NoReturn:
+    """Reset this forked process to the state of a new one, run the command, and exit with its code."""
     os.setsid()
     for number, descriptor in streams.items():
         if descriptor not in (-1, number):
@@ -93,13 +91,4 @@ def _begin_anew(
 
     arguments = [argument for argument in command[1:] if argument != "-u"]
     module = arguments[0] == "-m"
-    try:
-        rank_server.become(arguments[1:] if module else arguments, module=module)
-    except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-
-    # os._exit, which follows, skips exit functions and the flushing of streams.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    rank_server.become(arguments[1:] if module else arguments, module=module)
