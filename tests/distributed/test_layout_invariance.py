@@ -55,7 +55,7 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-LAYOUTS_WITH_OWN_LAYERS = 3
+LAYOUTS_WITH_OWN_LAYERS = 2
 """Number of layouts in the suite of a family that has layers of its own; `every_layout` has all products."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""

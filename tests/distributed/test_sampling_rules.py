@@ -73,7 +73,7 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_schedules_over_tokens_go_on_in_later_steps_and_after_a_resume(fork, material, tmp_path, turns):
     (tmp_path / "talk.py").write_text(TALK)
     records = [json.loads(line) for line in (material / "train.jsonl").read_text().splitlines()]
