@@ -81,12 +81,14 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 """Default parser of a judge's response, which reads no field of the record."""
 
 
-# Settings that read the fields other than the prompt
+# Settings whose functions read the fields other than the prompt
 
 
 @dataclass(frozen=True)
 class Consumers:
-    """Settings whose code reads the ground truth of records, or their further fields.
+    """Settings whose functions read the ground truth of records, or their further fields.
+
+    A function is configured by a setting, for example a reward function by ``reward.function``.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -94,9 +96,9 @@ class Consumers:
     """
 
     ground_truth: str | None
-    """Setting of the code that reads the ground truth, or None if nothing does."""
+    """Setting of the function that reads the ground truth, or None if nothing reads it."""
     metadata: str | None
-    """Setting of the code that gets all further fields, or None if nothing does."""
+    """Setting of the function that gets all further fields, or None if nothing gets them."""
 
 
 REWARDED = Consumers("reward", "reward")
@@ -106,12 +108,13 @@ REWARDED = Consumers("reward", "reward")
 def prompt_consumers(
     config: RunConfig, evaluation_set: str | None = None, source: str | None = None
 ) -> Consumers:
-    """Find the settings whose code reads the records of an evaluation set, a source, or ``data.train``.
+    """Find the functions of the user that read the ground truth or the further fields of records.
 
-    A ground truth is required if any code may read it. The code is searched and not imported: a file without
-    the text ``ground_truth`` does not read the ground truth.
+    Returns the settings that name these functions. The records are from ``evaluation_set`` or from ``source``
+    in `data.sources`; if both are None, they are from `data.train`. The functions' code is searched and not
+    imported: a file without the text ``ground_truth`` does not read the ground truth.
     """
-    # If several settings read a field, errors name the last of them.
+    # If functions of several settings read a field, the last setting is returned; errors name this setting.
     setting_by_field = dict(_find_field_readers(config, evaluation_set, source))
     return Consumers(setting_by_field.get(_GROUND_TRUTH), setting_by_field.get(_METADATA))
 
@@ -119,7 +122,7 @@ def prompt_consumers(
 def _find_field_readers(
     config: RunConfig, evaluation_set: str | None, source: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (field, setting) for each setting whose code reads a field: ``ground_truth`` or ``metadata``.
+    """Yield (field, setting) for each setting whose function reads ``ground_truth`` or ``metadata``.
 
     ``evaluation_set`` is the evaluation set of the records, or None for training data. ``source`` is their
     source in ``data.sources``, or None.
@@ -573,7 +576,8 @@ class RecordReader:
         if error is not None:
             raise error
 
-        # A table has null for an argument that only other rows have. The user wrote the nulls in JSON text.
+        # In a row of a table, null means that the row lacks the argument, so remove it. In JSON text the user
+        # has written the null, so keep it.
         if record.from_table and not isinstance(value, str):
             kwargs = remove_nulls(kwargs)
         self._note_unused_kwargs(kwargs, record.where)
@@ -592,7 +596,10 @@ class RecordReader:
                 self._unused_kwargs.setdefault(name, location)
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
-        """Record the fields of a record that nothing reads, for a warning."""
+        """Collect the fields of a data record that nothing reads, for a warning.
+
+        ``values`` are the fields of the record by name, ``location`` is the record's file and line.
+        """
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
         if not self.responses:
@@ -600,8 +607,9 @@ class RecordReader:
         # The outer field of a dotted name is read, too.
         read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
-        # User code gets all other fields as metadata. Warn about fields that belong in the prompt even then,
-        # since they have no effect as metadata.
+        # A reward function or an environment gets all other fields as metadata, so do not warn about them.
+        # However, fields such as `system` and `images` are meant for the prompt and have no effect on it, so
+        # always warn about them.
         has_metadata = not self.responses and self.consumers.metadata is not None
         for name, value in values.items():
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):

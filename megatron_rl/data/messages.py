@@ -206,7 +206,10 @@ def message_texts(value: Any) -> list[str]:
 
 
 def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
-    """Raise UserError unless a record's prompt and tools fit the settings of the data set ``setting``."""
+    """Raise UserError unless a record's prompt and tools fit the data set's settings ``data``.
+
+    ``setting`` is the configuration key that names the data set, for errors.
+    """
     prompt = record.values[data.prompt_field]
     location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
@@ -245,7 +248,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
 
-    # Only the template can render tools into the prompt, and only it has arguments.
+    # Tools and arguments of the chat template have no effect on a prompt without the chat template.
     if uses_chat_template(record, data):
         return
     if get_tools(record, data):

@@ -105,7 +105,10 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Apply the weights and schedules of ``step``, which counts from 1, to all further prompts."""
+        """Apply the sources' weights and the sampling schedules of ``step`` to all further prompts.
+
+        Steps count from 1. The weight of a source determines its share of the prompts.
+        """
         self._step = step
         for source in self.sources.values():
             source.begin_step(step)
@@ -136,10 +139,13 @@ class MixedPrompts:
         prompts = PromptBatch.concatenate(batches)
         return prompts.rows([rows_of_source[name].pop(0) for name in names])
 
-    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
+    def record_uniform_rewards(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """Record whether all responses to a prompt had equal rewards.
+
+        Later epochs may skip such a prompt (`data.uniform_share`).
+        """
         name, record = self._find_record(prompt_id)
-        self.sources[name].record_group(record, is_uniform=is_uniform)
+        self.sources[name].record_uniform_rewards(record, is_uniform=is_uniform)
 
     def _find_record(self, prompt_id: int) -> tuple[str, int]:
         """Return the name of a prompt's source, and the index of the prompt's record in that source."""
@@ -180,10 +186,11 @@ class MixedPrompts:
         return name
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return two fractions for each source, by metric suffix ``/SOURCE``.
+        """Return, for each source, the fractions of its prompts that are uniform and that are skipped.
 
-        The first is the fraction of prompts whose responses had equal rewards. The second is the fraction of
-        prompts that the current epoch skips.
+        A prompt is uniform if its last responses all had the same reward. The current epoch skips some of the
+        uniform prompts (`data.uniform_share`). The key of a source is ``/SOURCE``, the suffix of the metrics'
+        names.
         """
         fractions_by_suffix: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():

@@ -52,13 +52,14 @@ SIZES: Mapping[str, Size] = {
 }
 HELD_OUT = 500
 """Number of problems in ``eval.jsonl``, half of them with a carry."""
-CARELESS = 0.65
-"""Fraction of the demonstrations with a carry whose sum is wrong, because the carry is forgotten.
+FORGOTTEN_CARRY_FRACTION = 0.65
+"""Fraction of the demonstrations with a carry in which the carry is forgotten, so that the sum is wrong.
 
 Reinforcement learning can therefore improve the model after its supervised warm-up.
 """
 DEMONSTRATIONS = 8
-"""Number of demonstrations per problem. With a carry, each one is wrong with the probability `CARELESS`."""
+"""Number of demonstrations per problem. With a carry, each one is wrong with the probability
+`FORGOTTEN_CARRY_FRACTION`."""
 
 
 def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
@@ -67,7 +68,7 @@ def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> P
     A problem adds two two-digit numbers whose sum is below 100. Half of the problems have a carry. 500
     problems are held out in ``eval.jsonl``, and 2020 are in ``train.jsonl``. ``sft.jsonl`` has demonstrations
     and ``pairs.jsonl`` preferences for all problems that are not held out. ``sft_eval.jsonl`` has
-    demonstrations for the held-out problems.
+    demonstrations for the held-out problems. Some demonstrations have a wrong sum: they forget the carry.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,13 +92,14 @@ def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> P
     demonstrations: list[dict[str, str]] = []
     for _ in range(DEMONSTRATIONS):
         for pair in sft_pairs:
-            is_careless = _has_carry(pair) and generator.random() < CARELESS
-            demonstrations.append(_make_demonstration(pair, is_careless))
+            forgets_carry = _has_carry(pair) and generator.random() < FORGOTTEN_CARRY_FRACTION
+            demonstrations.append(_make_demonstration(pair, forgets_carry))
 
-    # Fix the number of careless demonstrations, so that the lowest possible loss is equal for every seed.
-    num_careless = round(CARELESS * eval_half)
+    # The model cannot predict which demonstrations forget the carry, so the number of these demonstrations
+    # determines the lowest possible loss. Fix it: the loss is then comparable over seeds.
+    num_wrong = round(FORGOTTEN_CARRY_FRACTION * eval_half)
     eval_demonstrations = [
-        _make_demonstration(pair, index < num_careless) for index, pair in enumerate(eval_pairs)
+        _make_demonstration(pair, index < num_wrong) for index, pair in enumerate(eval_pairs)
     ]
 
     _write_jsonl(directory / "eval.jsonl", (_make_problem(pair) for pair in eval_pairs))
@@ -120,11 +122,11 @@ def _make_problem(pair: tuple[int, int]) -> dict[str, str]:
     return {"prompt": f"{first}+{second}=", "ground_truth": str(first + second), "task": "addition"}
 
 
-def _make_demonstration(pair: tuple[int, int], is_careless: bool) -> dict[str, str]:
-    """Return a record with the sum as response; a careless demonstration forgets to carry the 10."""
+def _make_demonstration(pair: tuple[int, int], forgets_carry: bool) -> dict[str, str]:
+    """Return a record with the sum as response; the sum is 10 too small if ``forgets_carry`` is true."""
     first, second = pair
     response = first + second
-    if is_careless:
+    if forgets_carry:
         response -= 10
     return {"prompt": f"{first}+{second}=", "response": str(response)}
 

@@ -213,8 +213,9 @@ def response_warnings(
 ) -> Iterator[UserError]:
     """Yield warnings about responses with text after an end token, and about templates that change old turns.
 
-    ``fields`` are the fields of responses, and ``end_texts`` the texts of the tokens that end responses.
-    ``chat`` renders conversations with the chat template; None means that there is no template.
+    ``fields`` are the names of the record fields that contain responses. ``end_texts`` are the texts of the
+    tokens that end responses. ``chat`` renders conversations with the chat template; None means that there is
+    no template.
     """
     # A response may have text after its end, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
@@ -236,12 +237,14 @@ def response_warnings(
     # A template may omit the reasoning of earlier turns.
     if chat is None:
         return
-    rewritten_records = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
-    if rewritten_records:
+    changed_records = [
+        record for record in first_records if _template_changes_turns(record, fields, data, chat)
+    ]
+    if changed_records:
         yield _records_warning(
             "the chat template renders earlier turns differently when later turns follow, for example "
             "without their thoughts; the model is trained on each turn as it is in the data",
-            rewritten_records,
+            changed_records,
             len(first_records),
             setting,
             expected="turns that are rendered the same in every position, or one trained turn per record",
@@ -262,16 +265,18 @@ def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
     return any(end_text in text[: -len(end_text)] for end_text in end_texts)
 
 
-def _is_rewritten(
+def _template_changes_turns(
     record: Record, fields: Collection[str], data: DataConfig, chat: ConversationRenderer
 ) -> bool:
-    """Return whether a rendered conversation differs from the joined texts of its turns.
+    """Return whether the chat template changes earlier turns of a record when later turns follow.
 
-    ``fields`` are the fields of responses.
+    A template may omit the reasoning of earlier turns, for example. ``fields`` are the names of the record
+    fields that contain responses. The result is False if the template cannot render the record.
     """
     if not uses_chat_template(record, data):
         return False
 
+    # A response is a text, or the messages of several turns.
     responses = [record.values[field] for field in fields]
     conversations = [response for response in responses if not isinstance(response, str)]
     tools = get_tools(record, data)

@@ -67,12 +67,14 @@ if TYPE_CHECKING:
 
 
 class ShuffledOrder:
-    """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
+    """Order of a data set's items over epochs, with one permutation per epoch.
 
-    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint. An item
-    whose last group of responses had equal rewards is *uniform*. An epoch skips each uniform item with
-    probability 1 - ``uniform_share``. The random choice depends only on (seed, epoch, item). An epoch never
-    skips all items.
+    The items are prompts or records, with the numbers 0 … count-1. ``fingerprint`` identifies their content:
+    `load_state_dict` rejects a state with another fingerprint.
+
+    An item is *uniform* if the responses of its last group all had the same reward. An epoch skips each
+    uniform item with probability 1 - ``uniform_share``. The random choice depends only on (seed, epoch,
+    item). An epoch never skips all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -100,7 +102,7 @@ class ShuffledOrder:
         self.epoch = 0
         self.position = 0
         self.uniform: set[int] = set()
-        """Items whose last group of responses had equal rewards."""
+        """Uniform items: the responses of their last group all had the same reward."""
         self.skipped: set[int] = set()
         """Items that this epoch skips."""
         self._order = self._permute_items()
@@ -114,9 +116,10 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _choose_skipped_items(self) -> set[int]:
-        """Choose at random which uniform items the current epoch skips.
+        """Choose the items that the current epoch skips, at random from the uniform items.
 
-        The choice depends only on (seed, epoch, item).
+        An item is uniform if the responses of its last group all had the same reward. The choice depends only
+        on (seed, epoch, item).
         """
         if self.uniform_share == 1 or not self.uniform:
             return set()
@@ -132,7 +135,10 @@ class ShuffledOrder:
         return skipped
 
     def set_uniform(self, item: int, *, is_uniform: bool) -> None:
-        """Set whether an item's last group of responses had equal rewards; epochs may skip such items."""
+        """Set whether an item is uniform: the responses of its last group all had the same reward.
+
+        Later epochs may skip uniform items.
+        """
         if is_uniform:
             self.uniform.add(item)
         else:
@@ -246,7 +252,8 @@ class PromptSource:
         self.remarks = encoded.remarks
         """Warnings about the records, for the console."""
 
-        # The first prompt decides for all: `RecordReader` rejects data sets with both text and messages.
+        # `RecordReader` rejects data sets with both text and messages, so all prompts have the form of the
+        # first one.
         templated = data.chat_template
         if templated is None:
             templated = not isinstance(self._records[0].values[data.prompt_field], str)
@@ -255,7 +262,7 @@ class PromptSource:
 
         end_ids = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
-        self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, end_ids)
+        self._default_sampling, self._sampling_by_profile = sampling_by_task(rollout, tokenizer, end_ids)
         self._step = 1
         self.text_warnings = list(self._text_warnings(tokenizer, end_ids, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
@@ -266,7 +273,8 @@ class PromptSource:
         if renderer is not None and renderer.uses_current_time:
             self._clock = renderer.now.isoformat()
 
-        # Select the records within the limit. Their indices are the items of the order.
+        # Drop the records over the token limit. `_indices` are the indices of the remaining records, and
+        # `_order` shuffles the positions in `_indices`.
         lengths = [len(ids) for ids in self._tokens]
         self._indices, self.length_report = drop_over_long(
             lengths,
@@ -345,17 +353,21 @@ class PromptSource:
             sampling.append(apply_schedules(parameters, temperature, top_p, self._step))
         return replace(batch, sampling=tuple(sampling))
 
-    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
-        # `_indices` is sorted: find the item of the order by bisection.
-        item = bisect_left(self._indices, prompt_id)
-        self._order.set_uniform(item, is_uniform=is_uniform)
+    def record_uniform_rewards(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """Record whether all responses to a prompt had equal rewards.
+
+        Later epochs may skip such a prompt (`data.uniform_share`). ``prompt_id`` is the index of its record.
+        """
+        # The order has only the prompts within the token limit; `_indices` has their record indices, sorted.
+        position = bisect_left(self._indices, prompt_id)
+        self._order.set_uniform(position, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the fractions of prompts with equal rewards and of skipped prompts, by metric suffix.
+        """Return the fractions of prompts that are uniform and that the current epoch skips.
 
-        The suffix of a single source is empty; `MixedPrompts` returns one suffix per source. The mapping is
-        empty if `data.uniform_share` is 1.
+        A prompt is uniform if its last responses all had the same reward. An epoch skips some of the uniform
+        prompts if `data.uniform_share` is less than 1; otherwise the result is empty. The only key is "", an
+        empty suffix for the names of the metrics: `MixedPrompts` has one suffix for each source.
         """
         order = self._order
         if order.uniform_share == 1:
@@ -489,11 +501,13 @@ class PromptSource:
         )
 
     def _sampling_parameters(self, profile: str, prompt_tokens: int) -> SamplingParameters:
-        """Return the sampling parameters of a profile for a prompt of ``prompt_tokens`` tokens.
+        """Return the sampling parameters for a prompt of ``prompt_tokens`` tokens.
 
-        The limit of response tokens may depend on the length of the prompt.
+        ``profile`` is the name of the prompt's sampling profile. Profiles have the names of tasks; a name
+        without a profile gets the default parameters. The limit of response tokens may depend on the length
+        of the prompt.
         """
-        sampling = self._sampling_by_task.get(profile, self._default_sampling)
+        sampling = self._sampling_by_profile.get(profile, self._default_sampling)
         limit = self._rollout.limit_of(profile, prompt_tokens)
         # Share one object between the prompts with the largest limit, which are most prompts.
         if limit == sampling.max_response_tokens:
@@ -515,8 +529,9 @@ def encode_prompts(
 ) -> EncodedData:
     """Normalise records and tokenise their prompts; raises UserError as `RecordReader` does.
 
-    ``setting`` is the configuration key of the data set, for errors. ``consumers`` names the settings whose
-    code reads the records.
+    ``setting`` is the configuration key of the data set, for errors. ``consumers`` has the settings of the
+    user's functions that get the records' fields, such as a reward function. An error about a missing field
+    names the setting. The default stands for a run whose reward may read every field.
     """
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
@@ -646,8 +661,9 @@ class ResponseSource:
     def next_batch(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, record after record.
 
-        For records with one row, all trained tokens have the same loss weight, and the weights sum to 1. For
-        records with several rows, the loss weight is 1 / rows, so that the loss is a mean over rows.
+        Every trained token of the batch has the same loss weight. If records have one response, the weights
+        add up to 1, so that the loss is a mean over tokens. If records have several responses, the weight is
+        1 / (number of rows in the batch), so that the loss is a mean over rows.
         """
         return self._make_batch(self._order.next_items(count))
 
@@ -913,7 +929,7 @@ def _text_warnings(
 ) -> Iterator[UserError]:
     """Yield the warnings about the texts of the first records, and about the template that renders them.
 
-    ``fields`` are the fields of responses.
+    ``fields`` are the names of the record fields that contain responses.
     """
     records = encoded.records[:EXAMINED_RECORDS]
     uses_template = any(uses_chat_template(record, data) for record in records)
@@ -945,8 +961,8 @@ def _reasoning_warning(
 ) -> UserError | None:
     """Return the warning about responses that do not close the reasoning block of the template.
 
-    The template ends the prompt with the opening tag of the block. ``fields`` are the fields of responses.
-    Returns None without a template, or for a template without this tag.
+    The template ends the prompt with the opening tag of the block. ``fields`` are the names of the record
+    fields that contain responses. Returns None without a template, or for a template without this tag.
     """
     if chat is None:
         return None

@@ -100,8 +100,11 @@ class TemplateRenderer:
         self.now = now or datetime.now()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
-        self._end_reason: str | None = None
-        """Reason why a single rendering ended the process, or None. After that no rendering is sent alone."""
+        self._single_end_reason: str | None = None
+        """Reason why the process ended while it rendered a single conversation, or None before such an end.
+
+        After such an end, this reason is the result of every request of a single conversation.
+        """
         self._lock = threading.Lock()
 
     def matches(
@@ -150,7 +153,7 @@ class TemplateRenderer:
         if texts is not None:
             return texts
         if len(batch) == 1:
-            return [RenderError(self._end_reason or "")]
+            return [RenderError(self._single_end_reason or "")]
 
         # All results of the batch are lost: render one by one to find the rendering that ended the process.
         results: list[str | RenderError] = []
@@ -163,8 +166,8 @@ class TemplateRenderer:
 
         Returns None if the process ended before it sent the reply.
         """
-        if self._end_reason is not None and len(batch) == 1:
-            return [RenderError(self._end_reason)]
+        if self._single_end_reason is not None and len(batch) == 1:
+            return [RenderError(self._single_end_reason)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._ensure_process()
@@ -186,7 +189,7 @@ class TemplateRenderer:
         status = process.wait()
         self.close()
         if len(batch) == 1:
-            self._end_reason = _exit_reason(status)
+            self._single_end_reason = _exit_reason(status)
         return None
 
     def _ensure_process(self) -> subprocess.Popen[str]:
@@ -383,8 +386,8 @@ def _render_request(
     return [text, None]
 
 
-def _lower_limit(resource_kind: int, limit: int) -> None:
-    """Lower a soft limit of this process to ``limit``, or to the hard limit if that is lower."""
+def _set_soft_limit(resource_kind: int, limit: int) -> None:
+    """Set a soft limit of this process to ``limit``, or to the hard limit if that is lower."""
     hard_limit = resource.getrlimit(resource_kind)[1]
     if hard_limit != resource.RLIM_INFINITY:
         limit = min(limit, hard_limit)
@@ -395,8 +398,8 @@ def main() -> None:
     """Serve rendering requests from standard input until its end; write the replies to standard output."""
     import jinja2  # noqa: F401 - import it before the memory limit, which is meant for the templates
 
-    _lower_limit(resource.RLIMIT_CORE, 0)
-    _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _set_soft_limit(resource.RLIMIT_CORE, 0)
+    _set_soft_limit(resource.RLIMIT_AS, MEMORY_BYTES)
     setup = json.loads(sys.stdin.readline())
     environment = _make_environment(datetime.fromisoformat(setup["now"]))
     templates: dict[str, Any] = {}
@@ -409,11 +412,11 @@ def main() -> None:
     for line in sys.stdin:
         results = []
         for request in json.loads(line):
-            # The kernel limits the processor time of the whole process, in whole seconds: raise the limit
-            # before each rendering.
+            # The kernel limits the processor time of the whole process, in whole seconds. Add the time of one
+            # rendering to the time that the process has used so far.
             usage = resource.getrusage(resource.RUSAGE_SELF)
             used_seconds = int(usage.ru_utime + usage.ru_stime)
-            _lower_limit(resource.RLIMIT_CPU, used_seconds + 1 + CPU_SECONDS)
+            _set_soft_limit(resource.RLIMIT_CPU, used_seconds + 1 + CPU_SECONDS)
             results.append(_render_request(compile_template, setup, request))
 
         sys.stdout.write(json.dumps(results) + "\n")

@@ -310,7 +310,10 @@ def _host_prefix(file: Path) -> str:
 
 
 def _remove_abandoned_files(file: Path) -> None:
-    """Remove the temporary files of a token file whose processes on this host have ended."""
+    """Remove temporary files that processes of this host left behind when they wrote a token file.
+
+    A token file contains the tokens of a data set. The files of running processes are not removed.
+    """
     prefix = _host_prefix(file)
     for temporary_file in file.parent.glob(f"{prefix}[0-9]*"):
         process_id = temporary_file.name.removeprefix(prefix).partition(".")[0]

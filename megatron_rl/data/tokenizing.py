@@ -303,8 +303,9 @@ def _sampling_parameters(
     setting: str,
     auto_limit: AutoLimitConfig,
 ) -> SamplingParameters:
-    """Convert the settings ``values`` to sampling parameters, with the final values of scheduled settings.
+    """Convert the settings ``values`` to sampling parameters.
 
+    If the temperature or top-p changes over steps, the result has its value after the last change.
     ``end_ids`` are the ids of the tokens that always end a response. ``setting`` is the configuration section
     of the values, for errors.
     """
@@ -411,7 +412,7 @@ def encode_pieces(
         # Skip texts that `encode_texts` would truncate: their offsets would not fit the pieces.
         batch = rows[start : start + batch_size]
         texts = ["".join(pieces) for pieces in batch]
-        max_characters = max(_SEGMENT_CHARACTERS, counting_limit(limit))
+        max_characters = max(_SEGMENT_CHARACTERS, largest_exact_length(limit))
         indices = [index for index, text in enumerate(texts) if len(text) <= max_characters]
 
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
@@ -473,7 +474,7 @@ class LengthReport:
     limit: int
     """Largest number of tokens of an item."""
     longest: int
-    """Number of tokens of the longest item, dropped or not; not exact beyond `counting_limit`."""
+    """Number of tokens of the longest item, dropped or not; not exact beyond `largest_exact_length`."""
     examples: tuple[str, ...]
     """Location and length of the first items over the limit."""
 
@@ -490,11 +491,12 @@ class LengthReport:
         )
 
 
-def counting_limit(limit: int) -> int:
-    """Return the largest number of tokens that is counted exactly; longer texts are truncated.
+def largest_exact_length(limit: int) -> int:
+    """Return the largest length of a text, in tokens, that messages report exactly.
 
-    ``limit`` is the length limit of the text. The result is larger than the limit, so that messages can show
-    how far the limit must be raised.
+    ``limit`` is the largest allowed length. To save time, a much longer text is truncated before its tokens
+    are counted; messages then report "N or more" tokens. The result is larger than ``limit``, so that
+    messages show how far the limit must be raised.
     """
     return 2 * limit + 1024
 
@@ -502,8 +504,8 @@ def counting_limit(limit: int) -> int:
 def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     """Truncate a text that is far over ``limit`` tokens; return any other text unchanged.
 
-    The truncated text has more than `counting_limit` tokens, so it is still recognised as over the limit. The
-    text is tokenised in segments, until the count suffices.
+    The truncated text has more than `largest_exact_length` tokens, so it is still recognised as over the
+    limit. The text is tokenised in segments, until the count suffices.
     """
     if len(text) <= _SEGMENT_CHARACTERS:
         return text
@@ -513,15 +515,15 @@ def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) ->
         end = start + _SEGMENT_CHARACTERS
         num_tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
         # A token that spans two segments is counted as two or more, so stop only at twice the limit.
-        if num_tokens > 2 * counting_limit(limit):
+        if num_tokens > 2 * largest_exact_length(limit):
             return text[:end]
     return text
 
 
 def _format_length(length: int, limit: int) -> str:
     """Format the number of tokens of a text for messages; a truncated text has "N or more" tokens."""
-    if length > counting_limit(limit):
-        return f"{counting_limit(limit)} or more"
+    if length > largest_exact_length(limit):
+        return f"{largest_exact_length(limit)} or more"
     return str(length)
 
 

@@ -30,7 +30,7 @@ from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket, Chunk, Stor
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import Span, intersect
+from megatron_rl.weights.boxes import Box, intersect
 
 _CACHED_CHUNKS = 16
 """Number of chunks in the cache: consecutive reads are mostly slices of the same chunk."""
@@ -182,10 +182,10 @@ class MegatronFiles:
         size: Sequence[int],
     ) -> Tensor:
         """Read the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
-        requested_span = (tuple(start), tuple(size))
+        requested_box = (tuple(start), tuple(size))
         values: Tensor | None = None
         for box in self._boxes[name]:
-            overlap = intersect(requested_span, (box.start, box.size))
+            overlap = intersect(requested_box, (box.start, box.size))
             if overlap is None:
                 continue
 
@@ -355,7 +355,7 @@ class BufferFiles(MegatronFiles):
 def _view_of_box(
     values: Tensor,
     start: Sequence[int],
-    box: Span,
+    box: Box,
 ) -> Tensor:
     """Return a view of the elements of ``values`` in ``box``.
 

@@ -294,7 +294,7 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
     rows = zip(group.tolist(), batch.prompts.prompt_ids.tolist(), informative.tolist(), strict=True)
     for group_number, prompt_id, is_informative in rows:
         if group_number not in groups_with_failures:
-            prompts.record_group(prompt_id, is_uniform=not is_informative)
+            prompts.record_uniform_rewards(prompt_id, is_uniform=not is_informative)
 
 
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:

@@ -22,8 +22,8 @@ from megatron_rl.types import TensorBox
 
 Coordinates = tuple[int, ...]
 """An index per dimension of a tensor, or a size per dimension."""
-Span = tuple[Coordinates, Coordinates]
-"""Start and size of a box, without its tensor."""
+Box = tuple[Coordinates, Coordinates]
+"""Box of a tensor: its first coordinates, and its size in each dimension."""
 Ranks = tuple[int, ...]
 """Global ranks, sorted."""
 
@@ -100,26 +100,27 @@ def compute_regions(
 ) -> list[Region]:
     """Compute the regions that cover every destination box exactly once.
 
-    Tensors keep the order of the destinations; the regions of a tensor are sorted by start. Regions with
-    equal holders share one tuple object, and so do regions with equal receivers. Raises UncoveredError if no
-    source contains an element of a destination box.
+    ``sources`` are the boxes that ranks hold, ``destinations`` the boxes that ranks need. Tensors keep the
+    order of the destinations; the regions of a tensor are sorted by start. Regions with equal holders share
+    one tuple object, and so do regions with equal receivers. Raises UncoveredError if no source contains an
+    element of a destination box.
     """
     rank_sets = _RankSets()
-    sources_by_tensor = _spans_by_tensor(sources, rank_sets)
-    targets_by_tensor = _spans_by_tensor(destinations, rank_sets)
+    sources_by_tensor = _boxes_by_tensor(sources, rank_sets)
+    destinations_by_tensor = _boxes_by_tensor(destinations, rank_sets)
     dtypes = _dtypes_by_tensor(destinations)
 
     # Layers and experts with equal boxes are intersected once: a model has few distinct layers.
     cached_overlaps: dict[object, list[_Overlap]] = {}
     regions: list[Region] = []
-    for name, target_spans in targets_by_tensor.items():
-        source_spans = sources_by_tensor.get(name, {})
-        key = (_cache_key(source_spans), _cache_key(target_spans))
+    for name, destination_boxes in destinations_by_tensor.items():
+        source_boxes = sources_by_tensor.get(name, {})
+        key = (_cache_key(source_boxes), _cache_key(destination_boxes))
         if key not in cached_overlaps:
             cached_overlaps[key] = _intersect_boxes(
                 name,
-                source_spans,
-                target_spans,
+                source_boxes,
+                destination_boxes,
                 rank_sets,
             )
 
@@ -141,15 +142,18 @@ def compute_regions(
 
 
 def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return the bytes that each rank needs; elements in several storages of a rank count once."""
+    """Return the bytes that each rank needs, by rank.
+
+    A rank may need a tensor element in several of its parameters. Such an element counts once.
+    """
     rank_sets = _RankSets()
     dtypes = _dtypes_by_tensor(destinations)
 
     # Add up by set of ranks first: there are few sets, and many ranks in each.
     bytes_by_ranks: Counter[Ranks] = Counter()
-    for name, target_spans in _spans_by_tensor(destinations, rank_sets).items():
+    for name, destination_boxes in _boxes_by_tensor(destinations, rank_sets).items():
         itemsize = dtypes[name].itemsize
-        for (_, size), receivers in cut_overlaps(target_spans, rank_sets).items():
+        for (_, size), receivers in cut_overlaps(destination_boxes, rank_sets).items():
             bytes_by_ranks[receivers] += math.prod(size) * itemsize
 
     bytes_by_rank: Counter[int] = Counter()
@@ -184,31 +188,31 @@ class _RankSets:
         return self._unions[key]
 
 
-def _cache_key(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
+def _cache_key(box_ranks: Mapping[Box, Ranks]) -> tuple[tuple[Box, int], ...]:
     """Return a hashable key of boxes with their interned ranks."""
-    return tuple((span, id(ranks)) for span, ranks in spans.items())
+    return tuple((box, id(ranks)) for box, ranks in box_ranks.items())
 
 
-def _spans_by_tensor(
+def _boxes_by_tensor(
     groups: Sequence[BoxGroup],
     rank_sets: _RankSets,
-) -> dict[str, dict[Span, Ranks]]:
+) -> dict[str, dict[Box, Ranks]]:
     """Return the distinct boxes of each tensor, sorted, with the ranks that have each box."""
-    rank_sets_by_tensor: dict[str, dict[Span, list[Ranks]]] = {}
+    rank_sets_by_tensor: dict[str, dict[Box, list[Ranks]]] = {}
     for group in groups:
         group_ranks = rank_sets.intern(group.ranks)
         for box in group.boxes:
-            tensor_spans = rank_sets_by_tensor.setdefault(box.name, {})
-            span_ranks = tensor_spans.setdefault((box.start, box.size), [])
-            # A group may have a box twice, in two storages.
-            if not span_ranks or span_ranks[-1] is not group_ranks:
-                span_ranks.append(group_ranks)
+            tensor_boxes = rank_sets_by_tensor.setdefault(box.name, {})
+            box_ranks = tensor_boxes.setdefault((box.start, box.size), [])
+            # A group may have a box twice, in two parameters.
+            if not box_ranks or box_ranks[-1] is not group_ranks:
+                box_ranks.append(group_ranks)
 
-    spans_by_tensor: dict[str, dict[Span, Ranks]] = {}
-    for name, spans in rank_sets_by_tensor.items():
+    boxes_by_tensor: dict[str, dict[Box, Ranks]] = {}
+    for name, tensor_boxes in rank_sets_by_tensor.items():
         # `_candidate_pairs` relies on the order.
-        spans_by_tensor[name] = {span: rank_sets.union(spans[span]) for span in sorted(spans)}
-    return spans_by_tensor
+        boxes_by_tensor[name] = {box: rank_sets.union(tensor_boxes[box]) for box in sorted(tensor_boxes)}
+    return boxes_by_tensor
 
 
 def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
@@ -222,44 +226,46 @@ def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
 
 def _intersect_boxes(
     tensor_name: str,
-    source_spans: Mapping[Span, Ranks],
-    target_spans: Mapping[Span, Ranks],
+    source_boxes: Mapping[Box, Ranks],
+    destination_boxes: Mapping[Box, Ranks],
     rank_sets: _RankSets,
 ) -> list[_Overlap]:
-    """Compute all intersections of source boxes with target boxes of one tensor.
+    """Compute all intersections of the source boxes of one tensor with its destination boxes.
 
-    ``source_spans`` and ``target_spans`` map a box to its ranks, which ``rank_sets`` interns. Raises
-    UncoveredError if the sources do not cover a target box completely.
+    ``source_boxes`` maps each source box to the ranks that hold it; ``destination_boxes`` maps each
+    destination box to the ranks that need it. The rank tuples must come from ``rank_sets``. Raises
+    UncoveredError if the sources do not cover a destination box completely.
     """
     # Disjoint boxes: every element is sent and received once.
-    sources = cut_overlaps(source_spans, rank_sets)
-    targets = cut_overlaps(target_spans, rank_sets)
+    sources = cut_overlaps(source_boxes, rank_sets)
+    destinations = cut_overlaps(destination_boxes, rank_sets)
 
     overlaps: list[_Overlap] = []
-    for target, receivers in targets.items():
+    for destination, receivers in destinations.items():
         num_covered = 0
         for source, holders in sources.items():
-            span = intersect(source, target)
-            if span is None:
+            intersection = intersect(source, destination)
+            if intersection is None:
                 continue
-            start, size = span
+            start, size = intersection
             num_covered += math.prod(size)
             overlaps.append(_Overlap(start, size, holders, receivers))
 
-        # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
-        target_start, target_size = target
-        num_elements = math.prod(target_size)
+        # The sources are disjoint. They cover the destination box exactly if the intersections together have
+        # as many elements as the box.
+        box_start, box_size = destination
+        num_elements = math.prod(box_size)
         if num_covered != num_elements:
             num_missing = num_elements - num_covered
             raise UncoveredError(
                 f"{tensor_name}: no rank holds {num_missing} of the {num_elements} elements in the "
-                f"box at {list(target_start)} of size {list(target_size)}, which ranks {list(receivers)} need"
+                f"box at {list(box_start)} of size {list(box_size)}, which ranks {list(receivers)} need"
             )
     return overlaps
 
 
-def intersect(first: Span, second: Span) -> Span | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+def intersect(first: Box, second: Box) -> Box | None:
+    """Return the intersection of two boxes of one tensor, or None if it is empty."""
     start = []
     size = []
 
@@ -277,9 +283,9 @@ def intersect(first: Span, second: Span) -> Span | None:
 
 
 def cut_overlaps(
-    box_ranks: Mapping[Span, Ranks],
+    box_ranks: Mapping[Box, Ranks],
     rank_sets: _RankSets | None = None,
-) -> Mapping[Span, Ranks]:
+) -> Mapping[Box, Ranks]:
     """Cut overlapping boxes of one tensor at each other's edges, into disjoint boxes.
 
     ``box_ranks`` maps each box to the ranks that hold it. Each box of the result has the ranks of all boxes
@@ -294,7 +300,7 @@ def cut_overlaps(
     edges = [_edges_along(boxes, dim) for dim in range(dims)]
 
     # Each box becomes the cells of the grid inside it.
-    ranks_by_cell: dict[Span, set[int]] = {}
+    ranks_by_cell: dict[Box, set[int]] = {}
     for box, ranks in box_ranks.items():
         for cell in _grid_cells(box, edges):
             ranks_by_cell.setdefault(cell, set()).update(ranks)
@@ -304,7 +310,7 @@ def cut_overlaps(
     return {cell: rank_sets.intern(ranks_by_cell[cell]) for cell in sorted(ranks_by_cell)}
 
 
-def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
+def _grid_cells(box: Box, edges: Sequence[Sequence[int]]) -> Iterable[Box]:
     """Yield the cells of a grid inside a box.
 
     ``edges``: the grid's coordinates by dimension, sorted; they include the edges of the box.
@@ -322,7 +328,7 @@ def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
         yield cell_start, cell_size
 
 
-def _edges_along(boxes: list[Span], dim: int) -> list[int]:
+def _edges_along(boxes: list[Box], dim: int) -> list[int]:
     """Return the distinct starts and ends of boxes in one dimension, in ascending order."""
     edges: set[int] = set()
     for start, size in boxes:
@@ -331,7 +337,7 @@ def _edges_along(boxes: list[Span], dim: int) -> list[int]:
     return sorted(edges)
 
 
-def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
+def _candidate_pairs(boxes: list[Box]) -> Iterable[tuple[Box, Box]]:
     """Yield the pairs of boxes that overlap in the first dimension; ``boxes`` must be sorted."""
     for index, first in enumerate(boxes):
         later_boxes = boxes[index + 1 :]
@@ -351,7 +357,10 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
 
 
 class BoxIndex:
-    """Index of the boxes of one rank, to look up the boxes that contain a region."""
+    """Index of the boxes of one rank, to find a region of a tensor in the rank's parameters.
+
+    A box describes which elements of a tensor a parameter holds, with their offset and strides there.
+    """
 
     def __init__(self, boxes: Iterable[TensorBox]) -> None:
         self._by_name: dict[str, list[TensorBox]] = {}
@@ -359,11 +368,14 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def boxes_containing(self, region: Region) -> list[TensorBox]:
-        """Return one box per storage that contains the region completely, cut to the region."""
-        span = (region.start, region.size)
+        """Return the location of a region in each parameter of the rank that holds the complete region.
+
+        Each returned box has the start and size of the region, and the region's offset in the parameter.
+        """
+        region_box = (region.start, region.size)
         inner_boxes = []
         for box in self._by_name.get(region.name, ()):
-            if intersect((box.start, box.size), span) != span:
+            if intersect((box.start, box.size), region_box) != region_box:
                 continue
 
             # The region has the strides of the box; only its first element differs.
@@ -388,7 +400,7 @@ def split_expert_boxes(
     """Replace the boxes of fused expert tensors by boxes of one tensor per expert; keep all other boxes.
 
     ``expert_storage`` describes the fused tensors; None for a model with one tensor per expert. A box must
-    contain all outputs of the gate and up projections, unless the two are interleaved.
+    contain all output features of the gate and up projections, unless gate and up are interleaved.
     """
     split_boxes: list[TensorBox] = []
     for box in boxes:
@@ -411,8 +423,13 @@ def _expert_box(
     name: str,
     location: TensorLocation,
 ) -> Iterator[TensorBox]:
-    """Yield the box of one expert's tensor inside a fused tensor's box, or nothing if they do not overlap."""
-    # Dimensions of the fused tensor in the order of the expert's tensor, which has its outputs first.
+    """Yield the part of a fused tensor's box that belongs to the tensor ``name`` of one expert.
+
+    ``box`` is a box of the fused tensor [experts, ...]. ``location`` describes where the fused tensor has the
+    expert's tensor. Yields nothing if the box has no element of the expert's tensor.
+    """
+    # The output features are the first dimension of the expert's tensor. In a transposed fused tensor, they
+    # are the last dimension.
     dims = list(range(1, len(box.start)))
     if location.transposed:
         dims.reverse()
@@ -421,29 +438,30 @@ def _expert_box(
     box_end = box_begin + box.size[output_dim]
     output_stride = box.stride[output_dim]
 
-    # Indices of the expert's outputs in the fused tensor, up to the end of the box. Outputs before the start
-    # of the box are skipped: `first_output` is the first one inside it.
-    outputs = range(location.begin, box_end, location.step)
+    # Index in the fused tensor of each output feature of the expert, up to the end of the box.
+    features = range(location.begin, box_end, location.step)
     if location.step == 1:
-        outputs = range(location.begin, location.end)
-    first_output = max(0, -(-(box_begin - location.begin) // location.step))
-    num_outputs = len(outputs) - first_output
-    if num_outputs <= 0:
+        features = range(location.begin, location.end)
+
+    # The first output feature that is inside the box: round the distance to the start of the box up.
+    first_feature = max(0, -(-(box_begin - location.begin) // location.step))
+    num_features = len(features) - first_feature
+    if num_features <= 0:
         return
 
     assert location.expert is not None
     expert_offset = (location.expert - box.start[0]) * box.stride[0]
-    skipped_offset = (outputs[first_output] - box_begin) * output_stride
+    feature_offset = (features[first_feature] - box_begin) * output_stride
     inner_start = [box.start[dim] for dim in inner_dims]
     inner_size = [box.size[dim] for dim in inner_dims]
     inner_stride = [box.stride[dim] for dim in inner_dims]
     yield TensorBox(
         name,
-        start=(first_output, *inner_start),
-        size=(num_outputs, *inner_size),
+        start=(first_feature, *inner_start),
+        size=(num_features, *inner_size),
         rank=box.rank,
         storage=box.storage,
-        offset=box.offset + expert_offset + skipped_offset,
+        offset=box.offset + expert_offset + feature_offset,
         stride=(output_stride * location.step, *inner_stride),
     )
 

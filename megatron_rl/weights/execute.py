@@ -32,13 +32,16 @@ class WeightMismatchError(RuntimeError):
 
 
 class _Term(NamedTuple):
-    """Checksum of a region on this rank: one term of the sum over all ranks."""
+    """Checksum of a region on this rank: one term of the region's checksum sum over all ranks.
+
+    The sum is 0 if all ranks have equal checksums of the region.
+    """
 
     region: int
     """Index of the region."""
     is_reference: bool
-    """Whether this is the holder's checksum, to which every receiver's checksum must be equal."""
-    weight: int
+    """Whether this is the reference: the checksum of one holder, which every receiver must equal."""
+    factor: int
     """Factor of the checksum in the sum; the factors of one region add up to 0 over all ranks."""
     checksum: BoxChecksum
     """Checksum of the region in this rank's storage."""
@@ -155,17 +158,21 @@ class Execution:
                 receives_by_phase[phase],
                 schedule.max_message_bytes,
                 self._group,
-                schedule.own_message_bytes,
+                schedule.min_separate_bytes,
             )
             exchanges.append(exchange)
         return exchanges
 
-    def _copy_local(self, regions: range) -> None:
-        """Copy the regions that this rank both holds and needs, then compute its reference checksums."""
+    def _copy_local(self, verified_regions: range) -> None:
+        """Make this rank's local copies, then compute its reference checksums of ``verified_regions``.
+
+        A region that this rank both holds and needs is copied locally. A reference checksum is the checksum
+        of one holder, which `verify` compares with the receivers' checksums.
+        """
         for targets, value in self._local_copies:
             for target in targets:
                 target.copy_(value)
-        self._reference_sums = self._compute_sums(regions, is_reference=True)
+        self._reference_sums = self._compute_sums(verified_regions, is_reference=True)
 
     @torch.no_grad()
     def verify(self, mode: str, sync_index: int) -> int:
@@ -175,24 +182,27 @@ class Execution:
         `SAMPLE_INTERVAL`-th region and starts one region later in each sync. ``sync_index`` is the number of
         earlier syncs.
 
-        For each region one holder adds its checksum as often as all receivers together subtract theirs, so
-        the sum over all ranks is 0 if the checksums are equal. Raises WeightMismatchError on every rank of
-        the group if any region differs. Collective over the group.
+        The checksums of a region are summed over all ranks: each receiver subtracts its checksum, the n-th
+        receiver n times. One holder, the reference, adds its checksum as many times as all receivers together
+        subtract theirs. If all checksums are equal, the sum is 0.
+
+        Raises WeightMismatchError on every rank of the group if any region differs. Collective over the
+        group.
         """
         if mode == "off":
             return 0
 
         # `run` may have computed the reference checksums already.
         regions = self._regions_to_verify(mode, sync_index)
-        computed_terms = self._reference_sums or self._compute_sums(regions, is_reference=True)
-        computed_terms += self._compute_sums(regions, is_reference=False)
+        computed_sums = self._reference_sums or self._compute_sums(regions, is_reference=True)
+        computed_sums += self._compute_sums(regions, is_reference=False)
         self._reference_sums = []
 
         # One copy from the device for all checksums.
-        terms = [term for term, _ in computed_terms]
+        terms = [term for term, _ in computed_sums]
         checksums = torch.zeros(0)
-        if computed_terms:
-            device_checksums = [checksum for _, checksum in computed_terms]
+        if computed_sums:
+            device_checksums = [checksum for _, checksum in computed_sums]
             checksums = torch.stack(device_checksums).cpu()
         region_sums = _sum_by_region(terms, checksums, regions)
 
@@ -232,7 +242,12 @@ class Execution:
         *,
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
-        """Return this rank's checksums of ``regions``, as holder if ``is_reference``, else as receiver."""
+        """Compute this rank's checksums of ``regions``, each with its term of the region's checksum sum.
+
+        If ``is_reference`` is true, compute the checksums of the regions for which this rank is the
+        reference: the holder with which the receivers are compared. Otherwise compute the checksums of the
+        regions that this rank receives.
+        """
         # Do not build `_terms` without verification, since they prepare a checksum for each region.
         if not regions:
             return []
@@ -245,10 +260,10 @@ class Execution:
 
     @cached_property
     def _terms(self) -> Sequence[_Term]:
-        """Build the terms of this rank, as reference holder and as receiver of regions.
+        """Build this rank's terms of the regions' checksum sums, which are 0 if no weight differs.
 
-        The n-th receiver of a region, counted from 1, subtracts its checksum n times, so that equal errors on
-        two receivers do not cancel.
+        One holder of a region, the reference, adds its checksum to the region's sum. The n-th receiver of the
+        region, counted from 1, subtracts its checksum n times.
         """
         terms: list[_Term] = []
         for index, region in enumerate(self._regions):
@@ -265,43 +280,48 @@ class Execution:
         region_index: int,
         region: Region,
     ) -> _Term:
-        """Build the term of this rank as the reference holder of a region.
+        """Build the term of the region's checksum sum that this rank adds as the reference.
 
-        The i-th of n receivers subtracts its checksum i times, so the weight of this term is 1 + 2 + … + n:
-        the sum is 0 if all checksums are equal.
+        The reference is one holder of the region, with which all receivers are compared.
         """
+        # The i-th of n receivers subtracts its checksum i times. The reference adds its checksum
+        # 1 + 2 + … + n times: if all checksums are equal, the sum is 0.
         num_receivers = len(region.receivers)
-        weight = num_receivers * (num_receivers + 1) // 2
+        factor = num_receivers * (num_receivers + 1) // 2
         view = self._source_view(region)
         checksum = BoxChecksum(view, region.start, region.dtype)
-        return _Term(region_index, True, weight, checksum)
+        return _Term(region_index, is_reference=True, factor=factor, checksum=checksum)
 
     def _receiver_terms(
         self,
         region_index: int,
         region: Region,
     ) -> list[_Term]:
-        """Build the terms of this rank as a receiver of a region, one per storage that contains the region.
+        """Build the terms of the region's checksum sum that this rank adds as a receiver.
 
-        On the n-th receiver of the region, counted from 1, the weights of its terms add up to -n.
+        The rank has one term for each of its parameters that contain the region. On the n-th receiver of the
+        region, counted from 1, the factors of the terms add up to -n.
         """
         views = self._destination_views(region)
         first_checksum, *copy_checksums = [BoxChecksum(view, region.start, region.dtype) for view in views]
 
-        # Each further storage adds its checksum with weight 1, and lowers the weight of the first one by 1.
+        # Different factors of the receivers, so that equal errors on two receivers do not cancel.
         receiver_number = region.receivers.index(self._rank) + 1
-        terms = [_Term(region_index, False, -receiver_number - len(copy_checksums), first_checksum)]
+        # Every further parameter has the factor 1; the first parameter subtracts these factors again.
+        first_factor = -receiver_number - len(copy_checksums)
+        terms = [_Term(region_index, is_reference=False, factor=first_factor, checksum=first_checksum)]
         for checksum in copy_checksums:
-            terms.append(_Term(region_index, False, 1, checksum))
+            terms.append(_Term(region_index, is_reference=False, factor=1, checksum=checksum))
         return terms
 
     def _raise_mismatch(self, checksums: Sequence[tuple[int, bool, int]]) -> NoReturn:
-        """Raise WeightMismatchError with the regions that differ.
+        """Raise WeightMismatchError with the receivers' checksums that differ from the reference checksum.
 
-        ``checksums``: (region, is_reference, checksum) of this rank's terms. Collective over the group.
+        ``checksums``: (index of a region, is_reference, checksum) for each checksum that this rank has
+        computed. The reference checksum of a region is the checksum of one holder. Collective over the group.
         """
         sums_by_rank = gather_objects((self._rank, checksums), self._group)
-        # The holder's checksum of each region.
+        # The reference checksum of each region.
         reference_checksums: dict[int, int] = {}
         for _, rank_sums in sums_by_rank:
             for region, is_reference, checksum in rank_sums:
@@ -329,7 +349,7 @@ class Execution:
         checksum: int,
         reference_checksum: int,
     ) -> str:
-        """Describe in one line a receiver's checksum that differs from the reference."""
+        """Describe in one line a receiver's checksum that differs from the reference checksum."""
         region = self._regions[region_index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
 
@@ -345,19 +365,19 @@ def _sum_by_region(
     checksums: Tensor,
     regions: range,
 ) -> Tensor:
-    """Sum this rank's weighted checksums of each verified region, [len(regions)] int64.
+    """Return this rank's part of each verified region's checksum sum, [len(regions)] int64.
 
-    ``checksums`` [terms] are the values of ``terms``. ``regions`` are the indices of the verified regions.
+    ``checksums`` [terms] are the checksums of ``terms``. Each is multiplied by the factor of its term.
+    ``regions`` are the indices of the verified regions.
     """
     # ``regions`` contains every step-th region, so region r has the index r // step in it.
     indices = [term.region // regions.step for term in terms]
-    weights = [term.weight for term in terms]
-    term_weights = torch.tensor(weights, dtype=torch.int64)
-    weighted_checksums = checksums.long() * term_weights
+    factors = torch.tensor([term.factor for term in terms], dtype=torch.int64)
+    summands = checksums.long() * factors
 
     region_sums = torch.zeros(len(regions), dtype=torch.int64)
     region_indices = torch.tensor(indices, dtype=torch.int64)
-    region_sums.index_add_(0, region_indices, weighted_checksums)
+    region_sums.index_add_(0, region_indices, summands)
     return region_sums
 
 
@@ -378,18 +398,19 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 
 # --- checksums
 #
-# Both ends of a transfer compute a checksum without the other's data. It sums the raw bits as 32-bit words,
-# each weighted by its position in the whole tensor, so that a changed bit, a shifted block and swapped rows
-# or columns all change it. Integers wrap, so the order of summation does not matter.
+# Both ends of a transfer compute a checksum without the other's data. It sums the raw bits as 32-bit words.
+# Each word is multiplied by a factor that depends on the word's position in the complete tensor, so a changed
+# bit, a shifted block, swapped rows and swapped columns all change the checksum. Integers wrap, so the order
+# of summation does not matter.
 
 _HOST_CHUNK_WORDS = 2**18
-"""Number of 4-byte words of a tensor that are summed at a time on CPUs, which have integer matrix products.
+"""Number of 4-byte words of a tensor that are summed at a time on CPUs, where torch.mm supports int32.
 
 The copy of such a chunk takes 1 MiB."""
 _ACCELERATOR_CHUNK_WORDS = 2**24
 """Number of words summed at a time on accelerators, where small kernels are slow to launch.
 
-The products of words and weights take 64 MiB."""
+The products of words and factors take 64 MiB."""
 # The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned integers.
 _SPLITMIX_INCREMENT = -7046029254386353131
 _SPLITMIX_ROUNDS = (
@@ -425,40 +446,41 @@ class BoxChecksum:
 
         columns = values.shape[-1]
         self._elements_per_word = _elements_per_word(start[-1], columns, dtype.itemsize)
-        self._column_weights = _column_weights(
+        self._column_factors = _column_factors(
             start[-1],
             columns,
             dtype.itemsize,
             values.device,
         )
         self._dtype = dtype
-        self._has_product = _has_integer_product(values.device.type)
+        self._supports_int32_matmul = _supports_int32_matmul(values.device.type)
 
         # Values whose storage can be viewed as words are read in place; others are copied chunk by chunk.
-        # A product of words in place makes no intermediate result, so it needs no chunks.
         in_place = values.dtype == dtype and _is_viewable_as_words(values, self._elements_per_word)
-        words_per_row = len(self._column_weights)
-        if in_place and self._has_product:
+        words_per_row = len(self._column_factors)
+        if in_place and self._supports_int32_matmul:
+            # `torch.mm` of words in place has no large intermediate result, so one chunk is enough.
             rows_per_chunk = values.shape[-2]
-        elif self._has_product:
+        elif self._supports_int32_matmul:
             rows_per_chunk = max(1, _HOST_CHUNK_WORDS // words_per_row)
         else:
+            # Without `torch.mm`, the products of words and factors take as much memory as the chunk.
             rows_per_chunk = max(1, _ACCELERATOR_CHUNK_WORDS // words_per_row)
 
         self._chunks: list[tuple[Tensor, Tensor]] = []
-        for matrix, row_weights in _iterate_matrices(values, start):
+        for matrix, row_factors in _iterate_matrices(values, start):
             if in_place:
                 matrix = matrix.view(torch.int32)
             chunks = zip(
                 matrix.split(rows_per_chunk),
-                row_weights.split(rows_per_chunk),
+                row_factors.split(rows_per_chunk),
                 strict=True,
             )
             self._chunks += chunks
 
     def compute(self) -> Tensor:
         """Return the checksum of the current contents of the storage, a 0-dim int32."""
-        sums = [self._sum_chunk(values, row_weights) for values, row_weights in self._chunks]
+        sums = [self._sum_chunk(values, row_factors) for values, row_factors in self._chunks]
         if len(sums) == 1:
             return sums[0]
         return torch.stack(sums).sum(dtype=torch.int32)
@@ -466,20 +488,24 @@ class BoxChecksum:
     def _sum_chunk(
         self,
         values: Tensor,
-        row_weights: Tensor,
+        row_factors: Tensor,
     ) -> Tensor:
-        """Return the weighted sum of a chunk of rows, a 0-dim int32; ``row_weights`` are [rows]."""
+        """Return the checksum of a chunk of rows, a 0-dim int32.
+
+        Each 32-bit word is multiplied by the factor of its row, ``row_factors`` [rows], and by the factor of
+        its column.
+        """
         if values.dtype != torch.int32:
             values = _as_words(values.to(self._dtype), self._elements_per_word)
 
-        if self._has_product:
-            # Rows first: summing along memory is twice as fast as one product per row.
-            column_sums = torch.mm(row_weights[None], values)[0]
-            return torch.dot(column_sums, self._column_weights)
+        if self._supports_int32_matmul:
+            # Sum over the rows first: this is twice as fast as a dot product for each row.
+            column_sums = torch.mm(row_factors[None], values)[0]
+            return torch.dot(column_sums, self._column_factors)
 
-        weighted_words = values * self._column_weights
-        row_sums = weighted_words.sum(-1, dtype=torch.int32)
-        return (row_sums * row_weights).sum(dtype=torch.int32)
+        products = values * self._column_factors
+        row_sums = products.sum(-1, dtype=torch.int32)
+        return (row_sums * row_factors).sum(dtype=torch.int32)
 
 
 def _elements_per_word(
@@ -489,7 +515,8 @@ def _elements_per_word(
 ) -> int:
     """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word.
 
-    A row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    A row has ``count`` elements of ``itemsize`` bytes. Its first element is in column ``start`` of the
+    complete tensor.
     """
     elements = max(1, 4 // itemsize)
     if start % elements or count % elements:
@@ -529,8 +556,8 @@ def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _has_integer_product(device_type: str) -> bool:
-    """Return whether a device type has integer matrix products, which are faster than weighted sums."""
+def _supports_int32_matmul(device_type: str) -> bool:
+    """Return whether torch supports `torch.mm` and `torch.dot` of int32 tensors on a device type."""
     matrix = torch.ones(1, 1, dtype=torch.int32, device=device_type)
     try:
         product = torch.mm(matrix, matrix)
@@ -541,15 +568,16 @@ def _has_integer_product(device_type: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _column_weights(
+def _column_factors(
     start: int,
     count: int,
     itemsize: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the factors of a row's words in the checksum, [words] int32.
+    """Return the factor by which the checksum multiplies each 32-bit word of a row, [words] int32.
 
-    The row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    The row has ``count`` elements of ``itemsize`` bytes. Its first element is in column ``start`` of the
+    complete tensor.
     """
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = max(1, itemsize // 4)
@@ -561,29 +589,34 @@ def _column_weights(
 def _iterate_matrices(
     values: Tensor,
     start: Sequence[int],
-    outer_weight: int = 1,
+    outer_factor: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the matrices [rows, columns] that make up a box, each with the checksum factors of its rows.
+    """Yield the matrices [rows, columns] of a box of a tensor, each with the checksum factors of its rows.
 
-    ``values`` is the box, of at least two dimensions; ``start`` has its first coordinates in the complete
-    tensor. The factors are odd numbers that depend on all coordinates of a row. ``outer_weight`` is the
-    product of the outer dimensions' factors, which recursive calls pass on.
+    ``values`` are the elements of the box, in at least two dimensions. ``start`` are the coordinates of its
+    first element in the complete tensor. A row's factor is odd, and depends on all coordinates of the row.
+    Recursive calls pass the product of the outer dimensions' factors as ``outer_factor``.
     """
     dim = len(start) - values.dim()
 
-    # The dimension is part of the position, so that equal coordinates in two dimensions differ.
+    # Add the number of the remaining dimensions to the position: a row and a column with the same coordinate
+    # must have different factors.
     position = start[dim] + values.dim() * 2**40
-    position_weights = _odd_factors(position, values.shape[0], values.device)
-    dim_weights = position_weights * outer_weight
+    position_factors = _odd_factors(position, values.shape[0], values.device)
+    dim_factors = position_factors * outer_factor
     if values.dim() == 2:
-        yield values, dim_weights
+        yield values, dim_factors
         return
-    for inner, inner_weight in zip(values, dim_weights.tolist(), strict=True):
-        yield from _iterate_matrices(inner, start, inner_weight)
+    for inner, inner_factor in zip(values, dim_factors.tolist(), strict=True):
+        yield from _iterate_matrices(inner, start, inner_factor)
 
 
 def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
-    """Return one odd pseudo-random int32 for each of ``count`` positions from ``start`` on (splitmix64)."""
+    """Return the checksum factors of ``count`` positions that begin with ``start``, [count] int32.
+
+    A factor is an odd pseudo-random number, the hash of its position (splitmix64). The checksum multiplies
+    the 32-bit words of a tensor by such factors.
+    """
     state = torch.arange(
         start,
         start + count,
@@ -596,5 +629,5 @@ def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
         mask = (1 << (64 - shift)) - 1
         state = (state ^ ((state >> shift) & mask)) * factor
 
-    # An odd weight is invertible modulo 2**32, so no changed word is multiplied to 0.
+    # Odd, because an odd factor is invertible modulo 2**32: a changed word always has a changed product.
     return (state | 1).to(torch.int32)

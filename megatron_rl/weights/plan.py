@@ -22,7 +22,7 @@ from megatron_rl.weights.boxes import (
     needed_bytes,
 )
 from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
-from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, largest_message_bytes
+from megatron_rl.weights.transfer import MIN_SEPARATE_BYTES, largest_message_bytes
 
 Pair = tuple[int, int]
 """Global ranks of a sender and a receiver."""
@@ -156,7 +156,7 @@ class Schedule:
             phase_by_pair={(0, 1): 0, (0, 2): 1},
             max_message_bytes=4 * 2**20,
             max_streams=1,
-            own_message_bytes=2**20,
+            min_separate_bytes=2**20,
             message_counts={(0, 1): 3, (0, 2): 3},
         )
     """
@@ -167,8 +167,8 @@ class Schedule:
     """Bytes of the largest message."""
     max_streams: int
     """Largest number of pairs that one rank belongs to in one phase."""
-    own_message_bytes: int
-    """Size in bytes from which a region has separate messages; smaller regions share messages."""
+    min_separate_bytes: int
+    """Smallest region, in bytes, that has separate messages; smaller regions share messages."""
     message_counts: Mapping[Pair, int] = field(repr=False)
     """Number of messages by (sender, receiver)."""
 
@@ -195,11 +195,12 @@ def schedule_phases(
     staging_bytes: int,
     message_bytes: int = 4 * 2**20,
 ) -> Schedule:
-    """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
+    """Assign the (sender, receiver) pairs of a plan to phases, and choose the size of their messages.
 
-    The first attempt puts as many pairs into a phase as messages of ``message_bytes`` permit, and sends large
-    regions without staging. If a rank then has more than `MAX_MESSAGES` messages, larger regions share
-    messages. If that is not enough, phases get fewer pairs, so that messages are larger.
+    The pairs of a phase share the staging memory, so fewer pairs get larger messages. First, a phase gets as
+    many pairs as the staging memory allows with messages of ``message_bytes``. If any rank then has more than
+    `MAX_MESSAGES` messages, larger regions share messages. If a rank still has too many messages, phases get
+    half as many pairs, until the messages are large enough.
     """
     round_by_pair = _assign_rounds(plan.pair_bytes)
     size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
@@ -208,7 +209,7 @@ def schedule_phases(
     rounds_per_phase = max(1, staging_bytes // (4 * message_bytes))
     while True:
         phase_by_pair = {pair: round_index // rounds_per_phase for pair, round_index in round_by_pair.items()}
-        schedule = _divide_staging(plan, size_counts, phase_by_pair, staging_bytes)
+        schedule = _build_schedule(plan, size_counts, phase_by_pair, staging_bytes)
         if rounds_per_phase == 1 or schedule.max_messages_per_rank <= MAX_MESSAGES:
             return schedule
 
@@ -216,40 +217,43 @@ def schedule_phases(
         rounds_per_phase //= 2
 
 
-def _divide_staging(
+def _build_schedule(
     plan: ReshardPlan,
     size_counts: Sequence[Mapping[int, int]],
     phase_by_pair: Mapping[Pair, int],
     staging_bytes: int,
 ) -> Schedule:
-    """Build the schedule of the given phases, with the smallest packing threshold that meets `MAX_MESSAGES`.
+    """Build the schedule of the given phases, and choose which regions share messages.
 
-    Regions below the threshold share messages. ``size_counts`` has one mapping per bundle: size of a region
-    in bytes -> number of regions of this size. The result exceeds `MAX_MESSAGES` if even full messages are
-    too many.
+    A region of at least ``min_separate_bytes`` gets separate messages, and smaller regions share messages.
+    The function chooses the smallest such threshold with which no rank has more than `MAX_MESSAGES` messages.
+    If no threshold suffices, the threshold is the size of a message, and the schedule exceeds `MAX_MESSAGES`.
+
+    ``size_counts`` has one mapping for each bundle of the plan: size of a region in bytes -> number of
+    regions of this size.
     """
     max_streams = _max_streams(phase_by_pair)
     max_message_bytes = largest_message_bytes(staging_bytes, max_streams)
-    own_message_bytes = min(OWN_MESSAGE_BYTES, max_message_bytes)
+    min_separate_bytes = min(MIN_SEPARATE_BYTES, max_message_bytes)
 
-    # If even full messages are too many, no smaller threshold can suffice: skip the search.
+    # If a rank has too many messages even when all are full, no threshold suffices: skip the search.
     rank_bytes = [*plan.sent.values(), *plan.received.values()]
     max_bytes = max(rank_bytes, default=0)
     if max_bytes > MAX_MESSAGES * max_message_bytes:
-        own_message_bytes = max_message_bytes
+        min_separate_bytes = max_message_bytes
 
     while True:
-        message_counts = _count_messages(plan, size_counts, max_message_bytes, own_message_bytes)
+        message_counts = _count_messages(plan, size_counts, max_message_bytes, min_separate_bytes)
         schedule = Schedule(
             phase_by_pair,
             max_message_bytes,
             max_streams,
-            own_message_bytes,
+            min_separate_bytes,
             message_counts,
         )
-        if own_message_bytes == max_message_bytes or schedule.max_messages_per_rank <= MAX_MESSAGES:
+        if min_separate_bytes == max_message_bytes or schedule.max_messages_per_rank <= MAX_MESSAGES:
             return schedule
-        own_message_bytes = min(2 * own_message_bytes, max_message_bytes)
+        min_separate_bytes = min(2 * min_separate_bytes, max_message_bytes)
 
 
 def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
@@ -288,34 +292,35 @@ def _count_messages(
     plan: ReshardPlan,
     size_counts: Sequence[Mapping[int, int]],
     max_message_bytes: int,
-    own_message_bytes: int,
+    min_separate_bytes: int,
 ) -> dict[Pair, int]:
-    """Return the number of messages of each pair.
+    """Return the number of messages of each (sender, receiver) pair.
 
-    ``size_counts`` has one mapping per bundle: size of a region in bytes -> number of regions of this size.
-    Regions of at least ``own_message_bytes`` get separate messages; smaller regions share messages.
+    A region of at least ``min_separate_bytes`` gets separate messages; smaller regions share messages.
+    ``size_counts`` has one mapping for each bundle of the plan: size of a region in bytes -> number of
+    regions of this size. A bundle is a set of regions that are sent together.
     """
-    own_messages: Counter[Pair] = Counter()
-    packed_bytes: Counter[Pair] = Counter()
+    separate_counts: Counter[Pair] = Counter()
+    shared_bytes: Counter[Pair] = Counter()
     for bundle, regions_by_size in zip(plan.bundles, size_counts, strict=True):
-        # A large region has separate messages, small ones share messages.
+        # Separate messages of the large regions, and bytes of the regions that share messages.
         num_messages = 0
-        num_packed_bytes = 0
+        num_shared_bytes = 0
         for region_bytes, count in regions_by_size.items():
-            if region_bytes >= own_message_bytes:
+            if region_bytes >= min_separate_bytes:
                 num_messages += _ceil_div(region_bytes, max_message_bytes) * count
             else:
-                num_packed_bytes += region_bytes * count
+                num_shared_bytes += region_bytes * count
 
         for receiver, sender in bundle.senders.items():
             if sender != receiver:
-                own_messages[sender, receiver] += num_messages
-                packed_bytes[sender, receiver] += num_packed_bytes
+                separate_counts[sender, receiver] += num_messages
+                shared_bytes[sender, receiver] += num_shared_bytes
 
     message_counts: dict[Pair, int] = {}
     for pair in plan.pair_bytes:
-        packed_messages = _ceil_div(packed_bytes[pair], max_message_bytes)
-        message_counts[pair] = own_messages[pair] + packed_messages
+        num_shared_messages = _ceil_div(shared_bytes[pair], max_message_bytes)
+        message_counts[pair] = separate_counts[pair] + num_shared_messages
     return message_counts
 
 
@@ -416,11 +421,11 @@ def _total_bytes(group: Sequence[Region]) -> int:
 
 
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
-    """Group regions with equal holders and receivers; groups with the fewest holders come first.
+    """Group the regions with equal holders and receivers, in the order in which senders are chosen.
 
-    Groups with few holders have few possible senders, so groups with more holders balance the load after
-    them. Among groups with equally many holders, the largest come first: smaller groups can then reuse their
-    connections.
+    Groups with the fewest holders come first, since they have the least choice of senders. Groups with more
+    holders can then even out the load of the senders. Among groups with equally many holders, the largest
+    come first: smaller groups can then reuse the connections of the larger groups.
     """
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
@@ -435,14 +440,15 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
 
 
 def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
-    """Split a group of regions into bundles: a new bundle begins where the sender of any receiver changes.
+    """Split a group of regions into bundles, within which each receiver has a single sender.
 
-    ``shares`` maps each receiver to its senders with their bytes of the group. A region is never cut, so the
-    bytes of a sender are rounded to the nearest region boundary.
+    ``shares`` maps each receiver to the list of its senders, with the number of bytes that each sender sends.
+    The first sender sends the first regions of the group, the next sender the regions that follow. A region
+    has one sender, so the bytes of a sender are rounded to the nearest region boundary.
     """
     ends = list(itertools.accumulate(region.bytes for region in group))
 
-    # Receiver -> index of a region -> the sender from this region on, in ascending order.
+    # Receiver -> index of the first region of a sender -> sender.
     sender_starts: dict[int, dict[int, int]] = {}
     for receiver, receiver_shares in shares.items():
         offset = 0
@@ -455,6 +461,7 @@ def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> It
                 sender_starts[receiver][index] = sender
             offset += num_bytes
 
+    # A new bundle begins at each region at which any receiver changes its sender.
     bundle_starts: set[int] = set()
     for starts in sender_starts.values():
         bundle_starts.update(starts)

@@ -76,13 +76,14 @@ def choose_senders(
     groups: Sequence[RegionGroup],
     nodes: Mapping[int, int],
 ) -> list[SharesByReceiver]:
-    """Choose the senders of each receiver of each group, and the bytes of each sender.
+    """Choose the holders that send each group of regions to each receiver, and the bytes of each sender.
 
-    ``groups`` with the fewest holders must come first. ``nodes`` maps ranks to nodes; ranks without an entry
-    count as one node.
+    ``groups`` must be sorted by the number of holders, in ascending order. ``nodes`` maps ranks to nodes;
+    ranks without an entry count as one node.
 
-    A receiver that holds the regions is its own sender. Otherwise holders on its node send, or all holders if
-    the node has none. Current peers of the receiver are preferred, then holders with the same local rank,
+    A receiver that holds the regions is its own sender. Otherwise the possible senders are the holders on the
+    receiver's node, or all holders if the node has none. The best senders are peers of the receiver: holders
+    that already exchange messages with it. The next best are holders with the local rank of the receiver,
     which are on the same rail of the network.
     """
     shares_by_group: list[SharesByReceiver] = []
@@ -161,7 +162,7 @@ def _even_budgets(demands: Sequence[Demand]) -> Budgets:
     for demand in demands:
         total_bytes[demand.holders] += demand.bytes * len(demand.receivers)
 
-    # Small sets of holders first: they have the least choice, and larger sets balance the load after them.
+    # Small sets of holders come first, since they have the least choice. Larger sets then even out the load.
     loads: dict[int, float] = defaultdict(float)
     budgets: Budgets = {}
     for holders in sorted(total_bytes, key=len):
@@ -221,12 +222,15 @@ class _Assignment:
         return shares_by_receiver
 
     def _order_receivers(self, demand: Demand) -> Sequence[int]:
-        """Return the receivers in the order in which their senders are chosen."""
+        """Return the receivers of a demand in the order in which their senders are chosen.
+
+        The peers of a rank are the ranks that already send to it or receive from it.
+        """
         if len(demand.holders) == 1:
             return demand.receivers
 
-        # Receivers with few peers among the holders come first. Receivers without such peers come last, since
-        # all holders are equally good for them.
+        # A receiver with few peers among the holders comes first, while the budgets of its peers remain. A
+        # receiver without a peer among the holders comes last: all holders are equally good for it.
         holder_set = set(demand.holders)
         peer_counts: dict[int, float] = {}
         for rank in demand.receivers:

@@ -101,9 +101,9 @@ class CopyRecorder(TorchDispatchMode):
             intervals.sort()
 
         self.boxes: list[TensorBox] = []
-        """Boxes of the copies so far, in the order of the copies."""
+        """Slices of source tensors that were copied so far, with their locations in the destinations."""
         self.zeroed: set[str] = set()
-        """Destinations that receive a source tensor after the loader has set it to zero."""
+        """Names of destinations that the loader fills with a source tensor that it has set to zero before."""
         self._zeroed_storages: set[int] = set()
         """Storages of the source tensors that the loader has set to zero."""
 
@@ -131,7 +131,7 @@ class CopyRecorder(TorchDispatchMode):
         if func in _COPYING_OPS and isinstance(result, Tensor):
             source = args[0]
             if _storage_address(source) in self._source_boxes:
-                self._add_intermediate(result, source)
+                self._add_intermediate_copy(result, source)
         return result
 
     def _record_zeroing(self, source: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class CopyRecorder(TorchDispatchMode):
         if destination is None:
             result = execute()
             if is_source:
-                self._add_intermediate(target, source)
+                self._add_intermediate_copy(target, source)
             return result
 
         name, destination_begin = destination
@@ -175,9 +175,10 @@ class CopyRecorder(TorchDispatchMode):
         return target
 
     def _find_destination(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Find the destination that contains a view; return its name and its first position in the storage.
+        """Find the destination that ``tensor`` is a view of.
 
-        Returns None if the view is not in a destination.
+        A destination is a parameter that the loader fills. Returns the destination's name and the position of
+        its first element in the storage, or None if ``tensor`` is not a view of a destination.
         """
         intervals = self._destinations.get(_storage_address(tensor))
         if intervals is None:
@@ -186,7 +187,7 @@ class CopyRecorder(TorchDispatchMode):
         # The last destination that begins at or before the view.
         view_begin = int(tensor.storage_offset())
         index = bisect_right(intervals, view_begin, key=lambda interval: interval[0]) - 1
-        # Only an empty view, which copies nothing, can end before the first destination.
+        # Without such a destination, only an empty view fits into this interval; it copies nothing.
         interval = (0, 0, "")
         if index >= 0:
             interval = intervals[index]
@@ -222,12 +223,16 @@ class CopyRecorder(TorchDispatchMode):
         )
         return [replace(box, storage=name, rank=self._rank) for box in boxes]
 
-    def _add_intermediate(
+    def _add_intermediate_copy(
         self,
         copy: Tensor,
         source: Tensor,
     ) -> None:
-        """Register ``copy`` as a storage that holds the elements of the view ``source``."""
+        """Register the tensor ``copy``, which the loader has made of ``source``, a view of a source tensor.
+
+        If the loader later copies from ``copy`` into a destination, the elements are found in the source
+        tensor. Raises TraceError if ``copy`` has the elements in an order that no single slice describes.
+        """
         source_box = self._source_boxes[_storage_address(source)]
         expanded_source = source.expand(copy.shape)
         first_coordinates, axes = _find_axes(source_box, expanded_source, copy.stride())
@@ -241,7 +246,8 @@ class CopyRecorder(TorchDispatchMode):
             )
         )
 
-        # A storage is registered as one box; a copy that rearranges elements would need several.
+        # A storage is registered as one box, a slice of the source tensor. A copy that rearranges elements
+        # would need several boxes.
         if len(boxes) != 1:
             raise TraceError(f"a rearranged copy of {source_box.name!r} cannot be followed")
         (box,) = boxes
@@ -361,9 +367,12 @@ def _find_axes(
     source: Tensor,
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
-    """Decompose a copy of the view ``source`` into axes; return its first source coordinates and the axes.
+    """Describe a `copy_` from ``source``, a view of a source tensor, by axes.
 
-    ``target_stride`` has the stride of each dimension of the copy's target.
+    An axis is a number of elements at a fixed distance along one dimension of the source tensor. A flattened
+    dimension of the view has several axes. ``target_stride`` has the strides of the tensor to which the
+    elements are copied. Returns the coordinates of the first copied element in the source tensor, and the
+    axes.
     """
     position = int(source.storage_offset()) - source_box.offset
     first_coordinates = _coordinates(source_box, position)
@@ -383,7 +392,7 @@ def _find_axes(
             destination_stride,
         )
 
-    # The last element must be inside the box: a strided view may continue from one row into the next.
+    # The last element must be inside the box. It is outside if a strided view continues in the next row.
     last_coordinates = list(first_coordinates)
     for axis in axes:
         if axis.dim is not None:

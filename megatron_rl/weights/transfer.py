@@ -30,45 +30,51 @@ ReceivedRegion = tuple[Views, torch.dtype]
 
 ALIGNMENT = 16
 """Alignment of the segments of a message, in bytes, so that a view of any dtype is aligned."""
-OWN_MESSAGE_BYTES = 2**20
-"""Default size in bytes from which a region gets separate messages, and needs no staging if it is dense."""
+MIN_SEPARATE_BYTES = 2**20
+"""Default size, in bytes, of the smallest region that gets separate messages.
+
+A dense region with separate messages needs no staging."""
 
 
 @dataclass
 class _Segment:
-    """One view, or some rows of a view, in a message."""
+    """One weight's region, or some rows of the region, in a message."""
 
     views: Views
-    """Views of live storage of equal shape; a receiver may write a segment to several."""
+    """Views of the weights, of equal shape; a receiver may write a segment to several weights."""
     dtype: torch.dtype
     """Dtype on the wire."""
     offset: int
     """Bytes from the start of the message."""
 
     def staging_view(self, buffer: Tensor) -> Tensor:
-        """Return this segment's view of the message buffer [bytes], in the shape of the live views."""
+        """Return this segment's view of the message buffer [bytes], in the shape of the weights' views."""
         shape = self.views[0].shape
         end = self.offset + shape.numel() * self.dtype.itemsize
         segment = buffer[self.offset : end]
         return segment.view(self.dtype).view(shape)
 
-    def bytes_in_place(self) -> Tensor | None:
-        """Return the live view as flat bytes, or None if the segment needs staging."""
+    def unstaged_bytes(self) -> Tensor | None:
+        """Return the bytes of the weight itself, 1-D uint8, if they can be sent or received directly.
+
+        Returns None if the segment must be copied through a staging buffer: its dtype is converted, its
+        elements are not contiguous, or it is written to several weights.
+        """
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
-        # A box of one element has the stride 0, with which torch cannot view bytes.
+        # The view of a single element may have the stride 0, with which torch cannot view it as bytes.
         return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
 class _Stream:
-    """Messages from one rank to another; both ranks divide the regions into the same messages."""
+    """Sequence of messages from one rank to another; both ranks divide the regions into the same messages."""
 
     max_message_bytes: int
     """Bytes of the largest message."""
-    own_message_bytes: int = OWN_MESSAGE_BYTES
-    """Size in bytes from which a region gets separate messages."""
+    min_separate_bytes: int = MIN_SEPARATE_BYTES
+    """Smallest region, in bytes, that gets separate messages; smaller regions share messages."""
     messages: list[list[_Segment]] = field(default_factory=list)
     """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
@@ -78,37 +84,45 @@ class _Stream:
 
     def append_regions(self, regions: Sequence[ReceivedRegion]) -> None:
         """Append all regions: first the small regions, which share messages, then the large ones."""
-        for views, dtype in sorted(regions, key=lambda region: self.needs_own_message(*region)):
+        for views, dtype in sorted(regions, key=lambda region: self.has_separate_messages(*region)):
             self.append_region(views, dtype)
 
     def append_region(self, views: Views, dtype: torch.dtype) -> None:
-        """Append one region; begin new messages as the last one fills up.
+        """Append one region to the messages.
 
+        A large region begins a new message, and so does the region after it. Other regions are added to the
+        last message. If a region does not fit into a message, its remaining rows are put into new messages.
         ``views`` are the region's views of equal shape, ``dtype`` is the dtype on the wire.
         """
-        own_message = self.needs_own_message(views, dtype)
-        if own_message or self.starts_new_message:
+        is_separate = self.has_separate_messages(views, dtype)
+        if is_separate or self.starts_new_message:
             self._begin_message()
         self._append_views(views, dtype)
-        self.starts_new_message = own_message
+        self.starts_new_message = is_separate
 
-    def needs_own_message(
+    def has_separate_messages(
         self,
         views: Views,
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether a region with these views is large enough for separate messages."""
-        num_bytes = views[0].numel() * dtype.itemsize
-        return num_bytes >= min(self.own_message_bytes, self.max_message_bytes)
+        """Return whether a region is so large that it shares no message with other regions.
 
-    def bytes_in_place(self) -> list[Tensor | None]:
-        """Return the live storage of each message as flat bytes, or None for a message that needs staging."""
+        ``views`` are the region's views of equal shape, ``dtype`` is the dtype on the wire.
+        """
+        num_bytes = views[0].numel() * dtype.itemsize
+        return num_bytes >= min(self.min_separate_bytes, self.max_message_bytes)
+
+    def unstaged_bytes(self) -> list[Tensor | None]:
+        """Return the bytes of each message's weight, 1-D uint8, if they can be sent or received directly.
+
+        The result has None for a message that must be copied through a staging buffer.
+        """
         storages: list[Tensor | None] = []
         for segments in self.messages:
             storage = None
-            # The segments of a shared message are in several storages, so they must be staged.
+            # The segments of a shared message are in several places of memory, so they must be staged.
             if len(segments) == 1:
-                storage = segments[0].bytes_in_place()
+                storage = segments[0].unstaged_bytes()
             storages.append(storage)
         return storages
 
@@ -155,12 +169,12 @@ class Exchange:
     """Prepared sends and receives of this rank; `run` can be repeated as long as the views' storages exist.
 
     A sent view is converted to the dtype on the wire while it is packed. A received segment is written to
-    each of its views. Large dense regions are sent from, and received in, their own storage without staging.
+    each of its views. A large dense region needs no staging: messages use the memory of the weight itself.
 
     ``sends``: peer to (view, dtype on the wire), in the order that both sides use.
     ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
     ``max_message_bytes``: largest message, and largest size of a staging buffer, equal on all ranks.
-    ``own_message_bytes``: size in bytes from which a region gets separate messages, equal on all ranks.
+    ``min_separate_bytes``: smallest region, in bytes, that gets separate messages, equal on all ranks.
     ``group``: process group, or None for the world; peers are global ranks.
     """
 
@@ -170,23 +184,24 @@ class Exchange:
         receives: Mapping[int, Sequence[ReceivedRegion]],
         max_message_bytes: int,
         group: Any = None,
-        own_message_bytes: int = OWN_MESSAGE_BYTES,
+        min_separate_bytes: int = MIN_SEPARATE_BYTES,
     ) -> None:
         self._group = group
 
         self._sends: dict[int, _Stream] = {}
         for peer, sent_regions in sends.items():
-            self._sends[peer] = _Stream(max_message_bytes, own_message_bytes)
+            self._sends[peer] = _Stream(max_message_bytes, min_separate_bytes)
             self._sends[peer].append_regions([((view,), dtype) for view, dtype in sent_regions])
 
         self._receives: dict[int, _Stream] = {}
         for peer, received_regions in receives.items():
-            self._receives[peer] = _Stream(max_message_bytes, own_message_bytes)
+            self._receives[peer] = _Stream(max_message_bytes, min_separate_bytes)
             self._receives[peer].append_regions(received_regions)
 
-        # A round is one message of every stream; streams with fewer messages skip the last rounds.
+        # A stream is the sequence of messages to or from one peer. Each round exchanges one message of every
+        # stream; a stream with fewer messages skips the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
-        self._in_place = {id(stream): stream.bytes_in_place() for stream in streams}
+        self._unstaged_bytes = {id(stream): stream.unstaged_bytes() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
         self.staging_peak = 0
 
@@ -225,7 +240,6 @@ class Exchange:
 
         ``buffers`` maps (direction, peer) to the staging buffer; missing buffers are added.
         """
-        # Messages that are received in place need no staging buffer.
         operations = []
         for peer, stream in self._receives.items():
             if message_index < len(stream.messages):
@@ -243,7 +257,7 @@ class Exchange:
                 )
                 operations.append(operation)
 
-        # Pack the segments of a message unless it is sent in place.
+        # Pack the segments of a message, unless it is sent from the weight itself.
         for peer, stream in self._sends.items():
             if message_index < len(stream.messages):
                 message = self._message_buffer(
@@ -252,7 +266,7 @@ class Exchange:
                     stream,
                     message_index,
                 )
-                if self._in_place[id(stream)][message_index] is None:
+                if self._unstaged_bytes[id(stream)][message_index] is None:
                     for segment in stream.messages[message_index]:
                         segment.staging_view(message).copy_(segment.views[0])
                 operation = dist.P2POp(
@@ -275,20 +289,20 @@ class Exchange:
         stream: _Stream,
         message_index: int,
     ) -> Tensor:
-        """Return the bytes of a message: live storage if it needs no staging, else a staging buffer.
+        """Return the memory of a message, 1-D uint8: the weight itself, or a staging buffer if it needs one.
 
-        ``key`` is the (direction, peer) of the stream. Its staging buffer is added to ``buffers`` on first
-        use.
+        ``stream`` is the sequence of messages to or from one peer. ``buffers`` maps ``key``, the
+        (direction, peer) of the stream, to the stream's staging buffer; a missing buffer is added.
         """
-        storages = self._in_place[id(stream)]
-        live_bytes = storages[message_index]
-        if live_bytes is not None:
-            return live_bytes
+        unstaged_bytes = self._unstaged_bytes[id(stream)]
+        weight_bytes = unstaged_bytes[message_index]
+        if weight_bytes is not None:
+            return weight_bytes
 
         # All staged messages of the stream use the same buffer.
         if key not in buffers:
-            lengths = zip(stream.lengths, storages, strict=True)
-            max_length = max(length for length, storage in lengths if storage is None)
+            messages = zip(stream.lengths, unstaged_bytes, strict=True)
+            max_length = max(length for length, direct_bytes in messages if direct_bytes is None)
             storage_device = stream.messages[0][0].views[0].device
             buffers[key] = torch.empty(max_length, dtype=torch.uint8, device=storage_device)
             self.staging_peak += max_length
@@ -303,8 +317,8 @@ class Exchange:
         for peer, stream in self._receives.items():
             if message_index >= len(stream.messages):
                 continue
-            # A message that was received in place is in live storage already.
-            if self._in_place[id(stream)][message_index] is not None:
+            # A message without staging was received in the weight itself.
+            if self._unstaged_bytes[id(stream)][message_index] is not None:
                 continue
 
             for segment in stream.messages[message_index]:
@@ -340,7 +354,7 @@ def gather_box_groups(
     dtypes: Mapping[str, torch.dtype],
     group: Any = None,
 ) -> list[BoxGroup]:
-    """Gather the boxes of all ranks; ranks with equal boxes form one group.
+    """Gather the boxes of all ranks, which are slices of tensors; ranks with equal boxes form one group.
 
     A rank without boxes passes None. ``dtypes`` maps this rank's storages to dtypes. Ranks compare digests of
     their boxes first, so that equal boxes are sent once. Collective over the group.
@@ -369,7 +383,7 @@ def gather_box_groups(
     payloads = gather_objects(payload, group)
     content_by_digest = dict(payload for payload in payloads if payload is not None)
 
-    # Groups in the order of their lowest ranks: every rank builds its plan from equal layouts.
+    # Sort the groups by their lowest ranks: all ranks must build the same plan, so they need the same order.
     box_groups = []
     for group_digest in sorted(ranks_by_digest, key=lambda digest: min(ranks_by_digest[digest])):
         group_ranks = sorted(ranks_by_digest[group_digest])

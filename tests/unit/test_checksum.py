@@ -39,7 +39,7 @@ def test_devices_without_integer_products_agree(monkeypatch, dtype, start, colum
     beside = padded[:, 1 : 1 + columns]  # words do not begin where its memory does
     whole = checksum(beside.clone(), (0, start), dtype)
     assert checksum(beside, (0, start), dtype) == whole
-    monkeypatch.setattr(execute, "_has_integer_product", lambda kind: False)
+    monkeypatch.setattr(execute, "_supports_int32_matmul", lambda kind: False)
     monkeypatch.setattr(execute, "_ACCELERATOR_CHUNK_WORDS", 512)
     assert checksum(beside, (0, start), dtype) == checksum(beside.clone(), (0, start), dtype) == whole
 

@@ -536,7 +536,7 @@ def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any
         "nothing is known in the first"
     )
     for number in range(300):
-        prompts.record_group(number, is_uniform=True)
+        prompts.record_uniform_rewards(number, is_uniform=True)
 
     # The second epoch: every other prompt, and about a quarter of these.
     skipped: list[set[int]] = []
@@ -553,8 +553,8 @@ def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any
 
     # Inside an epoch, with records that count for the next one only.
     prompts.next_batch(20)
-    prompts.record_group(350, is_uniform=True)
-    prompts.record_group(0, is_uniform=False)
+    prompts.record_uniform_rewards(350, is_uniform=True)
+    prompts.record_uniform_rewards(0, is_uniform=False)
     resumed = new()
     resumed.load_state_dict(prompts.state_dict())
     assert resumed.next_batch(900).prompt_ids.tolist() == prompts.next_batch(900).prompt_ids.tolist()
@@ -562,6 +562,6 @@ def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any
 
     # Never all of them.
     for number in range(400):
-        prompts.record_group(number, is_uniform=True)
+        prompts.record_uniform_rewards(number, is_uniform=True)
     prompts._order.uniform_share = 0.0
     assert len(set(prompts.next_batch(1200).prompt_ids.tolist())) == 400

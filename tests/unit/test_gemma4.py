@@ -95,7 +95,7 @@ def test_a_tensor_of_one_element_is_sent_as_its_bytes() -> None:
     """The stride of its only dimension is 0 in a box, as that of every dimension of size 1."""
     scalar = torch.tensor([3.0])
     view = view_of(scalar, TensorBox("layer_scalar", (0,), (1,), 0, "0", 0, (0,)))
-    stored = _Segment((view,), torch.float32, 0).bytes_in_place()
+    stored = _Segment((view,), torch.float32, 0).unstaged_bytes()
     assert stored is not None and stored.tolist() == scalar.view(torch.uint8).tolist()
 
 

@@ -267,7 +267,7 @@ def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams(
     assert max(ends.values()) == 1 and len(set(transfers.phase_by_pair.values())) == 4
     for sender in range(4):
         for receiver, regions in plan.regions_to_send(sender).items():
-            stream = _Stream(transfers.max_message_bytes, transfers.own_message_bytes)
+            stream = _Stream(transfers.max_message_bytes, transfers.min_separate_bytes)
             stream.append_regions([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
             assert len(stream.messages) == transfers.message_counts[sender, receiver]
 

@@ -197,13 +197,17 @@ def _find_unsupported_feature(
     activation: str,
     rope_settings: Mapping[str, Any],
 ) -> str | None:
-    """Return a feature of shape, activation or RoPE without an argument in Megatron-LM, or None."""
+    """Return the first feature of the model that no argument of Megatron-LM can express, or None.
+
+    Only features of the model's shape, of the activation function and of RoPE are considered.
+    """
     shape = model.shape
     rope_type = rope_settings.get("rope_type", "default")
     if shape.post_norms:
         return "norms after attention and MLP"
     if shape.blocks:
         return "blocks other than attention and MLPs"
+    # Only gpt-oss has attention sinks, and its experts have biases.
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:
@@ -228,9 +232,9 @@ def _find_unsupported_feature(
 def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
     """Build the config.json of a checkpoint's model from the arguments with which the model was trained.
 
-    ``tokenizer_size`` is the size of the tokenizer's vocabulary, used if the arguments contain no size.
-    ``setting`` is the configuration key of the checkpoint's path. Raises UserErrors with every argument of a
-    feature that cannot be trained here.
+    ``tokenizer_size`` is the size of the tokenizer's vocabulary. It is used if the arguments contain no
+    vocabulary size. ``setting`` is the configuration key of the checkpoint's path. If the arguments enable
+    features that cannot be trained here, raises UserErrors with an error for each of these arguments.
     """
     get = arguments.get
 
@@ -287,8 +291,8 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
             config |= {
                 "num_experts": expert_count,
                 "moe_intermediate_size": expert_width,
-                # A softmax after the selection equals a softmax before it that is normalised over the
-                # selected experts.
+                # Megatron's softmax over only the top-k logits equals a softmax over all logits whose top-k
+                # probabilities are renormalised.
                 "norm_topk_prob": not get("moe_router_pre_softmax"),
                 "mlp_only_layers": dense_layers,
             }
@@ -296,7 +300,7 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
 
 
 def _transformers_family(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the model_type and the architecture in transformers of the model that the arguments describe."""
+    """Return the Hugging Face model_type and architecture of the model that ``arguments`` describe."""
     has_experts = bool(arguments.get("num_experts"))
     has_qk_norm = bool(arguments.get("qk_layernorm"))
 
@@ -472,11 +476,12 @@ def _argument_error(
 
 
 def derive_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
-    """Derive a config.json from arguments, and verify that `derive_arguments` returns the same arguments.
+    """Derive a model's config.json from the arguments in a checkpoint of Megatron-LM.
 
+    The result is verified: the arguments that `derive_arguments` returns for it must equal ``arguments``.
     ``setting`` is the configuration key of the checkpoint's path. ``tokenizer_size`` is the size of the
-    tokenizer's vocabulary, for arguments without a size. Raises UserErrors for a model that cannot be trained
-    here.
+    tokenizer's vocabulary. It is used if the arguments contain no vocabulary size. Raises UserErrors for a
+    model that cannot be trained here.
     """
     config = _build_config(arguments, setting, tokenizer_size)
     model = parse_pretrained(config, "the derived config.json")

@@ -115,7 +115,8 @@ class MegatronCheckpoint:
 
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
-        # Flat buffers also need the master weights, which determine the sizes of the buckets.
+        # Without tensors by name, the moments are in flat buffers. The arrangement of the parameters in these
+        # buffers is computed from the sizes and values of the master weights, so they are required, too.
         required_states: set[str] = set(MOMENTS)
         available_states = set(self.states)
         if not self.states:
@@ -471,10 +472,12 @@ def _contains_parameter(
 
 
 def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
-    """Return the possible locations of a layer's parameter: stacked tensors first, then separate tensors.
+    """Return the locations at which a checkpoint may have a layer's parameter.
 
-    For a parameter outside of experts, pass None as ``expert``. Megatron stacks all layers in one tensor if
-    they are equal. Names differ between Transformer Engine's layers and Megatron's plain layers.
+    If all layers have the same modules, Megatron saves the parameter of all layers as one stacked tensor.
+    Otherwise each layer has a separate tensor. Stacked tensors come first in the result. The names depend on
+    whether the layers are built with Transformer Engine or with Megatron's local layer spec. For a parameter
+    outside of experts, pass None as ``expert``.
     """
     expert_index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]

@@ -136,16 +136,17 @@ def list_possible_implementations(
 ) -> list[LayerImplementation]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
-    The arguments do not determine the implementation, since they do not include a user's own layer specs.
+    Layers are built with Transformer Engine or with Megatron's local layer spec. The arguments do not
+    determine the implementation, since they do not include a user's own layer specs.
     """
-    plain = LayerImplementation(fused=False, grouped=False)
+    local = LayerImplementation(fused=False, grouped=False)
     fused = [LayerImplementation(fused=True, grouped=False)]
     if shape.experts:
         fused.insert(0, LayerImplementation(fused=True, grouped=True))
 
     if arguments.get("transformer_impl") == "local":
-        return [plain, *fused]
-    return [*fused, plain]
+        return [local, *fused]
+    return [*fused, local]
 
 
 def arrange_parameters(
@@ -155,10 +156,11 @@ def arrange_parameters(
     bucket_sizes: Mapping[Bucket, int],
     implementation: LayerImplementation,
 ) -> list[FlatParameter]:
-    """Compute the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
+    """Compute the bucket and the offset of each rank's shard of each parameter.
 
-    ``vocabulary_rows`` is the number of rows of the padded vocabulary. Raises UserError if the model would
-    have buckets of different sizes on the layout of the ``arguments``.
+    ``bucket_sizes`` has the number of elements of each bucket in the checkpoint. ``vocabulary_rows`` is the
+    number of rows of the padded vocabulary. Raises UserError if the model has other buckets on the parallel
+    layout in ``arguments``.
     """
     # An explicit layout string can distribute layers in any way, and is not parsed.
     layout = writer_layout(arguments)
@@ -178,9 +180,9 @@ def arrange_parameters(
     expected_buckets: set[Bucket] = set()
     has_separate_experts = any(bucket.optimizer for bucket in bucket_sizes)
     rank_groups = _iterate_rank_groups(model, stages, has_separate_experts)
-    for optimizer_index, group_index, shard, buffer_parameters in rank_groups:
+    for optimizer_index, group_index, shard, parameters_by_chunk in rank_groups:
         # Megatron creates no buffer for a chunk without parameters.
-        non_empty_buffers = [parameters for parameters in buffer_parameters if parameters]
+        non_empty_buffers = [parameters for parameters in parameters_by_chunk if parameters]
         for buffer_index, parameters in enumerate(non_empty_buffers):
             first_bucket = Bucket(optimizer_index, group_index, buffer_index, 0)
             for parameter, bucket, start in _locate_parameters(parameters, first_bucket, bucket_sizes):
@@ -198,17 +200,21 @@ def arrange_parameters(
 def _iterate_rank_groups(
     model: _WriterModel, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
-    """Yield each group of ranks with equal parameters, as (optimizer, group, shard, parameters by chunk).
+    """Yield the parameters of each group of ranks that have the same parameters.
 
-    ``stages`` has the layers of each chunk of each pipeline stage. ``optimizer`` and ``group`` are the first
-    two numbers of the group's `Bucket`. ``shard`` is the (tensor, expert, expert-tensor) rank. With
-    ``has_separate_experts`` experts have a separate optimizer, and therefore separate groups.
+    Yields (optimizer index, group index, shard, parameters of each model chunk). The indices are the fields
+    ``optimizer`` and ``group`` of the buckets in which the parameters are. ``shard`` is the
+    (tensor, expert, expert-tensor) rank.
+
+    ``stages`` has the layers of each chunk of each pipeline stage. If ``has_separate_experts`` is true, a
+    separate optimizer updates the experts, so the experts' parameters have groups of their own.
     """
     layout = model.layout
     expert_shard_count = layout.expert * layout.expert_tensor
-    expert_flags = [False]
+    # The values of `Weight.expert` whose weights the first optimizer updates.
+    included_expert_flags = [False]
     if not has_separate_experts:
-        expert_flags.append(True)
+        included_expert_flags.append(True)
 
     for stage, chunks in enumerate(stages):
         is_last_stage = stage == len(stages) - 1
@@ -216,22 +222,32 @@ def _iterate_rank_groups(
         # Ranks with the same tensor-parallel index have the same parameters outside of experts.
         for tensor_rank in range(layout.tensor):
             shard = (tensor_rank, 0, tensor_rank % layout.expert_tensor)
-            buffers = []
+            parameters_by_chunk = []
             for index, layers in enumerate(chunks):
                 # The first chunk of the first stage has the embedding, the last chunk of the last stage the
                 # output layer.
                 is_first = stage == 0 and index == 0
                 is_last = is_last_stage and index == len(chunks) - 1
-                buffers.append(_chunk_parameters(model, layers, shard, is_first, is_last, expert_flags))
-            yield 0, tensor_rank + layout.tensor * stage, shard, buffers
+                chunk_parameters = _chunk_parameters(
+                    model,
+                    layers,
+                    shard,
+                    is_first,
+                    is_last,
+                    included_expert_flags,
+                )
+                parameters_by_chunk.append(chunk_parameters)
+            yield 0, tensor_rank + layout.tensor * stage, shard, parameters_by_chunk
 
         if not has_separate_experts:
             continue
         for index in range(expert_shard_count):
             expert_rank, expert_tensor_rank = divmod(index, layout.expert_tensor)
             shard = (0, expert_rank, expert_tensor_rank)
-            buffers = [_chunk_parameters(model, layers, shard, False, False, [True]) for layers in chunks]
-            yield 1, index + expert_shard_count * stage, shard, buffers
+            parameters_by_chunk = [
+                _chunk_parameters(model, layers, shard, False, False, [True]) for layers in chunks
+            ]
+            yield 1, index + expert_shard_count * stage, shard, parameters_by_chunk
 
 
 def _chunk_parameters(
@@ -240,12 +256,12 @@ def _chunk_parameters(
     shard: tuple[int, int, int],
     is_first_chunk: bool,
     is_last_chunk: bool,
-    expert_flags: Sequence[bool],
+    included_expert_flags: Sequence[bool],
 ) -> list[_LocalParameter]:
     """Return a chunk's parameters in the order of the chunk's modules.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` are the accepted values of
-    `Weight.expert`: ``[True]`` selects only the weights of experts.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. The chunk's weights are included if
+    `Weight.expert` is in ``included_expert_flags``: ``[True]`` includes only the weights of experts.
     """
     # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
@@ -264,7 +280,7 @@ def _chunk_parameters(
         keyed_parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
             # Module buffers, such as the router's expert biases, have no gradients.
-            if weight.expert in expert_flags and not weight.is_buffer:
+            if weight.expert in included_expert_flags and not weight.is_buffer:
                 keyed_parameters += _layer_parameters(model, layer, weight, shard)
         keyed_parameters.sort(key=lambda keyed_parameter: keyed_parameter[0])
         decoder += [parameter for _, parameter in keyed_parameters]
@@ -277,13 +293,15 @@ def _layer_parameters(
     weight: Weight,
     shard: tuple[int, int, int],
 ) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
-    """Yield (sort key in the layer, local parameter) for each parameter of a layer's weight.
+    """Yield (sort key, local parameter) for each parameter that ``weight`` describes in a transformer layer.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank. A weight of experts has a parameter per expert.
+    The keys sort the parameters of the layer into Megatron's order. A weight of experts has one parameter for
+    each expert. ``shard`` is the (tensor, expert, expert-tensor) rank.
     """
     tensor_rank, _, expert_tensor_rank = shard
     if not weight.expert:
-        # Transformer Engine fuses a norm into the linear layer that follows it, if this layer has one.
+        # With Transformer Engine, the weight of a norm belongs to the linear module that follows the norm and
+        # has the name `weight.fused`. In a layer without this linear module the norm is a module of its own.
         name = weight.name
         module_names = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
         if model.implementation.fused and _module_name(weight.fused) in module_names:
@@ -328,9 +346,10 @@ def _shard_parameter(
     shard_index: int,
     is_replica: bool = False,
 ) -> _LocalParameter:
-    """Return the shard with the index ``shard_index`` of a parameter.
+    """Return one tensor-parallel shard of a parameter in the model that wrote the checkpoint.
 
-    ``is_replica``: whether the shard is a copy that is not read, because another rank has the same values.
+    ``shard_index`` is the (expert-)tensor-parallel rank. If ``is_replica`` is true, another rank has the same
+    values, so this shard is not read.
     """
     num_shards = model.layout.tensor
     if weight.expert:
@@ -338,16 +357,17 @@ def _shard_parameter(
     complete_shape = weight.local_shape(1)
     shape = weight.local_shape(num_shards)
 
-    # Megatron-LM pads the vocabulary to a different number of rows.
+    # The checkpoint has more rows of the vocabulary than the model: Megatron-LM adds rows as padding.
     if weight.sharding == "vocabulary":
         shape = (model.vocabulary_rows // num_shards, *complete_shape[1:])
     elif weight.sharding == "latent" and model.implementation.fused:
         # Transformer Engine's layers replicate the projections to latents.
         shape = complete_shape
 
-    # Of several equal copies, only the copy of the first rank is read.
-    is_copy = shard_index > 0 and shape == complete_shape
-    return _LocalParameter(name, shape, is_replica or is_copy)
+    # If every rank has the complete parameter, only the first rank's copy is read.
+    if shard_index > 0 and shape == complete_shape:
+        is_replica = True
+    return _LocalParameter(name, shape, is_replica)
 
 
 def _index_or_end(names: Sequence[str], name: str) -> int:
@@ -376,8 +396,9 @@ def _locate_parameters(
         padding = -end % _ALIGNMENT
         start = end + padding
 
-        # Continue in the next bucket if this bucket is full. It may end with padding, if the next parameter
-        # has a separate bucket, such as a tied embedding.
+        # Continue in the next bucket if this bucket is full. A bucket also counts as full if only alignment
+        # padding follows its last parameter: Megatron adds this padding before a parameter that gets a bucket
+        # of its own, such as a tied embedding.
         bucket_size = size_by_bucket.get(bucket, 0)
         is_full = bucket_size in (end, start)
         if end and is_full and start + num_elements > bucket_size:
