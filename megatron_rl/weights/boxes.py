@@ -1,6 +1,6 @@
 """Boxes of named tensors: intersection of the boxes that ranks hold with the boxes that ranks need.
 
-A box is a rectangular slice of a tensor, with its location in the storage of a rank. Pure integer arithmetic.
+A box is a rectangular slice of a tensor, with its location in a parameter of a rank. Pure integer arithmetic.
 Ranks with equal boxes form one group, so that planning for many replicas takes no longer than for one.
 """
 
@@ -54,7 +54,7 @@ class BoxGroup:
     boxes: tuple[TensorBox, ...]
     """Boxes of each of these ranks; their ``rank`` field is not meaningful."""
     dtypes: Mapping[str, torch.dtype]
-    """Dtype by name of storage."""
+    """Dtype by name of parameter."""
 
 
 class Region(NamedTuple):
@@ -76,7 +76,7 @@ class Region(NamedTuple):
     receivers: Ranks
     """Global ranks that need the box, sorted; a rank may be a holder too."""
     dtype: torch.dtype
-    """Dtype of the receivers' storage."""
+    """Dtype of the receivers' parameters."""
     bytes: int
     """Bytes of the box in ``dtype``."""
 
@@ -545,7 +545,7 @@ def _find_gaps(
 
 
 def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
-    """Return the first elements of a box's contiguous runs in its storage, and their common length."""
+    """Return the first elements of a box's contiguous runs in its parameter, and their common length."""
     dims = zip(box.stride, box.size, strict=True)
     axes = sorted((stride, size) for stride, size in dims if size > 1)
 

@@ -1,4 +1,4 @@
-"""Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights.
+"""Execution of one rank's part of a reshard plan on its parameters, and checksums of the arrived weights.
 
 The constructor of `Execution` prepares everything that does not depend on the weights' values: views,
 messages and the factors of checksums. A sync then only copies, communicates and sums.
@@ -44,13 +44,13 @@ class _Term(NamedTuple):
     factor: int
     """Factor of the checksum in the sum; the factors of one region add up to 0 over all ranks."""
     checksum: BoxChecksum
-    """Checksum of the region in this rank's storage."""
+    """Checksum of the region in one of this rank's parameters."""
 
 
 class Execution:
-    """Prepared execution of this rank's part of a reshard plan; valid while the storages exist.
+    """Prepared execution of this rank's part of a reshard plan; valid while the parameters exist.
 
-    ``sources``, ``destinations``: live storages of this rank by name.
+    ``sources``, ``destinations``: parameters of this rank by name, from and to which weights are copied.
     ``staging_bytes``: limit of all send and receive buffers together.
     ``group``: process group, or None for the world; ranks of the plan are global.
     """
@@ -98,13 +98,13 @@ class Execution:
         self._reference_sums: list[tuple[_Term, Tensor]] = []
 
     def _source_view(self, region: Region) -> Tensor:
-        """Return the view of a region in a source storage of this rank."""
-        # Any storage of this rank that contains the region has the same values.
+        """Return the view of a region in a source parameter of this rank."""
+        # All source parameters of this rank that contain the region have the same values in it.
         box = self._source_boxes.boxes_containing(region)[0]
         return view_of(self._sources[box.storage], box)
 
     def _destination_views(self, region: Region) -> Views:
-        """Return the views of a region in all destination storages of this rank that contain it."""
+        """Return the views of a region in all destination parameters of this rank that contain it."""
         boxes = self._destination_boxes.boxes_containing(region)
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
@@ -422,7 +422,7 @@ _SPLITMIX_ROUNDS = (
 
 
 class BoxChecksum:
-    """Checksum of one box of live storage, computed from its current contents by each call of `compute`.
+    """Checksum of a box, a slice of a tensor; each call of `compute` reads the current values.
 
     ``values``: view of the box, of any strides.
     ``start``: first coordinates of the box in its tensor.
@@ -479,7 +479,7 @@ class BoxChecksum:
             self._chunks += chunks
 
     def compute(self) -> Tensor:
-        """Return the checksum of the current contents of the storage, a 0-dim int32."""
+        """Return the checksum of the current values, a 0-dim int32."""
         sums = [self._sum_chunk(values, row_factors) for values, row_factors in self._chunks]
         if len(sums) == 1:
             return sums[0]

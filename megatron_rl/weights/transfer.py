@@ -117,14 +117,14 @@ class _Stream:
 
         The result has None for a message that must be copied through a staging buffer.
         """
-        storages: list[Tensor | None] = []
+        bytes_by_message: list[Tensor | None] = []
         for segments in self.messages:
-            storage = None
-            # The segments of a shared message are in several places of memory, so they must be staged.
+            weight_bytes = None
+            # The segments of a shared message are not contiguous in memory, so they must be staged.
             if len(segments) == 1:
-                storage = segments[0].unstaged_bytes()
-            storages.append(storage)
-        return storages
+                weight_bytes = segments[0].unstaged_bytes()
+            bytes_by_message.append(weight_bytes)
+        return bytes_by_message
 
     def _append_views(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message; rows that do not fit begin new messages."""
@@ -166,7 +166,7 @@ class _Stream:
 
 
 class Exchange:
-    """Prepared sends and receives of this rank; `run` can be repeated as long as the views' storages exist.
+    """Prepared sends and receives of this rank; `run` can be repeated as long as the weights exist.
 
     A sent view is converted to the dtype on the wire while it is packed. A received segment is written to
     each of its views. A large dense region needs no staging: messages use the memory of the weight itself.
@@ -356,12 +356,12 @@ def gather_box_groups(
 ) -> list[BoxGroup]:
     """Gather the boxes of all ranks, which are slices of tensors; ranks with equal boxes form one group.
 
-    A rank without boxes passes None. ``dtypes`` maps this rank's storages to dtypes. Ranks compare digests of
-    their boxes first, so that equal boxes are sent once. Collective over the group.
+    A rank without boxes passes None. ``dtypes`` maps this rank's parameters to dtypes. Ranks compare digests
+    of their boxes first, so that equal boxes are sent once. Collective over the group.
     """
     rank = rank_in_world_or_span(group)
 
-    # Leave out the rank and the dtypes of storages without boxes, so that replicas have equal content.
+    # Leave out the rank and the dtypes of parameters without boxes, so that replicas have equal content.
     content = None
     digest = None
     if boxes is not None:
