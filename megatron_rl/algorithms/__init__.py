@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.advantages import AdvantageInputs as AdvantageInputs
     from megatron_rl.algorithms.advantages import Advantages as Advantages
     from megatron_rl.algorithms.advantages import FunctionAdvantage as FunctionAdvantage
-    from megatron_rl.algorithms.advantages import outcome as outcome
+    from megatron_rl.algorithms.advantages import (
+        broadcast_row_advantages as broadcast_row_advantages,
+    )
     from megatron_rl.algorithms.aggregation import Aggregation as Aggregation
     from megatron_rl.algorithms.aggregation import minibatches as minibatches
     from megatron_rl.algorithms.aggregation import with_loss_weights as with_loss_weights
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
 # Exported names by the module that defines them. The imports above are for type checkers.
 _NAMES = {
-    "advantages": "Advantage AdvantageInputs Advantages FunctionAdvantage outcome",
+    "advantages": "Advantage AdvantageInputs Advantages FunctionAdvantage broadcast_row_advantages",
     "aggregation": "Aggregation minibatches with_loss_weights",
     "algorithm": "ALGORITHMS Algorithm",
     "correction": "Correction mismatch_metrics",

@@ -174,7 +174,7 @@ class NoRewards(Advantage):
         return Advantages(zeros, zeros)
 
 
-def outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
+def broadcast_row_advantages(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
     """Assign each row's advantage [B] to all its response tokens.
 
     The returns, which only a critic reads, are set to the same values.
@@ -221,7 +221,7 @@ class GroupAdvantage(Advantage):
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Compute one advantage per row, and assign it to all response tokens of the row."""
-        return outcome(inputs, self.row_advantages(inputs))
+        return broadcast_row_advantages(inputs, self.row_advantages(inputs))
 
 
 @dataclass(frozen=True)
@@ -602,27 +602,29 @@ class OptimalTokenBaseline(Advantage):
     compares_samples: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and returns of every token, [N] each.
+        """Compute advantages ``A_t = G_t - B_t`` and returns G_t of every token, [N] each.
 
-        Raises ValueError without the actor's log-probs and squared probabilities.
+        Raises ValueError if the actor's log-probs or squared probabilities are missing.
         """
         if inputs.log_probs is None or inputs.squared_probs is None:
             raise ValueError("the optimal token baseline needs Scores.squared_probs and old_log_probs")
         mask = inputs.mask
         returns = discounted_returns(inputs.token_rewards, mask, inputs.lengths, gamma=1.0)
 
-        # Keep only the response tokens, each with its index in its response: t.
+        # The tensors below have only response tokens. `token_index` is t: a token's index in its response.
         lengths = inputs.response_lengths.long()
         response_starts = lengths.cumsum(0) - lengths
         token_starts = ragged.broadcast_rows(response_starts, lengths)
         token_index = torch.arange(len(token_starts)) - token_starts
 
-        # W_t: difference of two prefix sums over all responses.
+        # The energy W_t is a sum over the tokens up to t of one response. Compute it as the difference of two
+        # prefix sums over the tokens of all responses.
         token_energy = (1 - 2 * inputs.log_probs.exp() + inputs.squared_probs)[mask].clamp(min=0)
         prefix_sums = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
         energy = prefix_sums[1:] - prefix_sums[token_starts]
 
-        # B_t: sums over the samples of a prompt, with one slot per prompt and index t.
+        # The baseline B_t is the mean of G_t over the samples of a prompt, weighted by W_t. Each pair of a
+        # prompt and an index t has one slot, which sums over the samples.
         row_group, group_count = ragged.renumber_groups(inputs.group)
         token_group = ragged.broadcast_rows(row_group, lengths)
         max_length = int(lengths.max()) if len(lengths) else 0
@@ -633,10 +635,12 @@ class OptimalTokenBaseline(Advantage):
         # The clamp only matters where the energy is 0: without a gradient, any baseline will do.
         baseline = (weighted_returns / weights.clamp(min=1e-8))[slot]
 
-        # A baseline needs two samples of the prompt. With `lone_tail: returns` two must have a token at t.
+        # The only sample of a prompt has no baseline: its advantage is its return.
         has_tokens = (lengths > 0).to(energy.dtype)
         sample_count = energy.new_zeros(group_count).index_add(0, row_group, has_tokens)
         has_baseline = sample_count[token_group] > 1
+
+        # `lone_tail`: "returns" removes the baseline of tokens at an index that only one sample reaches.
         if self.lone_tail == "returns":
             tokens_in_slot = zeros.index_add(0, slot, torch.ones_like(energy))
             has_baseline = has_baseline & (tokens_in_slot[slot] > 1)

@@ -65,23 +65,24 @@ class Aggregation(Piece, ABC):
         self,
         mask: Tensor,
         lengths: Tensor,
-        row_counts: Tensor | None = None,
+        row_token_counts: Tensor | None = None,
     ) -> Tensor:
         """Compute w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
-        ``row_counts`` [B] are the numbers of response tokens before masking, used for ``denominator: all``.
-        An empty mask gives zeros.
+        ``row_token_counts`` [B]: number of response tokens of each row, including tokens that are not in
+        ``mask``. The denominators are computed from it if ``denominator`` is "all", and otherwise from
+        ``mask``. An empty mask gives zeros.
         """
         mask = mask.to(torch.float64)
-        if row_counts is None or not self.counts_all:
-            row_counts = ragged.row_sums(mask, lengths)
-        row_counts = row_counts.to(torch.float64)
+        if row_token_counts is None or not self.counts_all:
+            row_token_counts = ragged.row_sums(mask, lengths)
+        row_token_counts = row_token_counts.to(torch.float64)
 
         # The clamp only matters for an empty mask: its weights are then 0 / 1.
         denominators = Counts(
-            per_row=row_counts,
-            tokens=row_counts.sum().clamp(min=1),
-            rows=(row_counts > 0).sum().clamp(min=1),
+            per_row=row_token_counts,
+            tokens=row_token_counts.sum().clamp(min=1),
+            rows=(row_token_counts > 0).sum().clamp(min=1),
         )
         # Divide in float64 and round once, at the end.
         return self.weights(mask, lengths, denominators).to(torch.float32)
@@ -245,9 +246,10 @@ def with_loss_weights(
     algorithm: Algorithm,
     generator: torch.Generator | None = None,
 ) -> TrainBatch:
-    """Set the loss weights of a mini-batch, and the tokens that its policy loss selects; return a new batch.
+    """Return a copy of a mini-batch with the loss weight of each token, and with the field ``selected``.
 
-    ``generator`` draws clip-cov's random tokens; None uses a new generator with seed 0.
+    ``selected`` marks the tokens whose loss clip-cov or kl-cov changes. ``generator`` draws the random tokens
+    of clip-cov; None uses a new generator with seed 0.
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -258,10 +260,11 @@ def with_loss_weights(
     if minibatch.returns is not None:
         value_weights = algorithm.value_aggregation.loss_weights(*row_tensors)
 
-    # In the step's batch, nll_weights are still marks: 1 on the tokens to imitate.
+    # `build_train_batch` sets nll_weights to 1 on the tokens to imitate and to 0 elsewhere. Convert them to
+    # loss weights here, since the number of these tokens in the mini-batch is only known now.
     nll_weights = minibatch.nll_weights
     if nll_weights is not None:
-        nll_weights = algorithm.imitation.weights(nll_weights, minibatch.response_mask)
+        nll_weights = algorithm.imitation.token_weights(nll_weights, minibatch.response_mask)
 
     return replace(
         minibatch,

@@ -20,7 +20,7 @@ An example of my_loss.py. A piece with settings is a class; a piece without sett
             return TokenLoss(loss, {"raised_fraction": micro.advantages > 0})
 
     def centred(inputs):  # an advantage: one value per row [B], for every response token of the row
-        return outcome(inputs, inputs.rewards - inputs.rewards[inputs.valid].mean())
+        return broadcast_row_advantages(inputs, inputs.rewards - inputs.rewards[inputs.valid].mean())
 
     OWN = Algorithm("own", "Mine.", advantage=FunctionAdvantage(function=centred), policy_loss=Raised())
 
@@ -171,18 +171,26 @@ class Algorithm:
         return pieces
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return a copy with ``max_response_tokens`` as the response limit, also in its pieces' settings."""
+        """Return a copy for a run whose responses have at most ``max_response_tokens`` tokens.
+
+        Settings of the algorithm's pieces (its components, such as the aggregation) that are None and default
+        to this limit are set to it.
+        """
         pieces = {
             name: piece.with_response_limit(max_response_tokens) for name, piece in self.pieces().items()
         }
         return replace(self, max_response_tokens=max_response_tokens, **pieces)
 
     def problems(self) -> Iterator[UserError]:
-        """Yield every error in the pieces' settings and in their combination."""
+        """Yield every error in the settings of the algorithm's pieces, and in their combination.
+
+        A piece is a component of the algorithm, such as its policy loss.
+        """
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
 
-        # The overlong buffer must fit into the run's response limit, unless the piece sets its own limit.
+        # The buffer of the overlong penalty must fit into the run's response limit. If the penalty's settings
+        # contain another limit, the loop above has compared the buffer with that limit.
         if self.max_response_tokens is not None and self.overlong.limit is None:
             limits = {"rollout.max_response_tokens": self.max_response_tokens}
             yield from self.overlong.buffer_errors("algorithm.overlong", limits)
@@ -190,7 +198,9 @@ class Algorithm:
         if not self.advantage.reads_rewards:
             yield from self._ignored_reward_errors()
 
-        # In bypass mode a loss with a ratio gets no weights, so the ratio is applied once.
+        # A policy loss with `follows_rollout` contains the importance ratio to the policy that sampled the
+        # tokens. A correction weight is the same ratio, so the product would contain it twice. With
+        # `correction.bypass`, such a loss has no correction weights.
         has_weights = self.correction.level != "none" and not self.correction.bypass
         if self.policy_loss.follows_rollout and has_weights:
             yield UserError(

@@ -311,7 +311,7 @@ def normalize_over_batch(
         has_tokens = ragged.row_sums(mask.double(), lengths) > 0
         values = ragged.masked_row_means(weights.double(), mask, lengths)[has_tokens]
 
-    # Weights that are all 0 (each ratio outside the band) have no scale.
+    # All weights are 0 if every importance ratio is outside `Correction.band`: avoid a division by 0.
     mean = values.mean()
     if not float(mean):
         return weights

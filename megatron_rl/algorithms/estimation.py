@@ -18,7 +18,7 @@ from megatron_rl.algorithms.losses import top_entropy_tokens
 from megatron_rl.algorithms.ragged import (
     broadcast_rows,
     group_statistics,
-    last_masked_token,
+    last_token_in_mask,
     masked_row_means,
     renumber_groups,
     row_sums,
@@ -50,9 +50,10 @@ def build_train_batch(
     until `minibatches` sets them. ``state`` None means the state before the first step. The function is
     pure: every rank computes the same result from the same input.
 
-    `Scores.old_log_probs` may be None, for the train step to fill in, if no piece ``needs_scoring_pass``; the
-    returned metrics then lack those computed by `old_policy_metrics`. Raises ValueError if scores that the
-    algorithm needs are missing.
+    `Scores.old_log_probs` may be None if `Algorithm.needs_scoring_pass` is empty: no component of the
+    algorithm then reads the old log-probs before the loss, and the train step computes them. The returned
+    metrics do not include `old_policy_metrics` in this case. Raises ValueError if scores that the algorithm
+    needs are missing.
     """
     if state is None:
         state = initial_state(algorithm)
@@ -93,7 +94,7 @@ def build_train_batch(
         teacher_top_log_probs=scores.teacher_top_log_probs,
         old_values=scores.values,
         policy_mask=policy_mask,
-        nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
+        nll_weights=algorithm.imitation.imitated_tokens(scores.rewards, valid, train_mask, rollouts.lengths),
         response_counts=row_counts(valid_mask, rollouts.lengths),
         experts=experts,
     )
@@ -203,7 +204,7 @@ def _make_advantage_inputs(
     # The overlong penalty counts the same tokens as the length limit, tool output included.
     rewards = shape_and_penalize(scores.rewards, tokens_toward_limit(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
-    last_positions = last_masked_token(mask, lengths)
+    last_positions = last_token_in_mask(mask, lengths)
     has_tokens = last_positions >= 0
     token_rewards[last_positions[has_tokens]] = rewards[has_tokens]
 

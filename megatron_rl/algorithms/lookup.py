@@ -57,31 +57,32 @@ def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, di
         if key.startswith("value_") and not algorithm.needs_critic:
             continue
 
-        explicit = getattr(section, key)
-        config_value = _to_config_value(piece, KINDS[key], explicit)
+        explicit_value = getattr(section, key)
+        config_value = _to_config_value(piece, KINDS[key], explicit_value)
         if config_value is None:
             continue
 
         # A piece that the user chose keeps the origin of that choice.
         changes[key] = config_value
-        if explicit is None:
+        if explicit_value is None:
             origins[f"algorithm.{key}"] = f"algorithm.name={section.name}"
     return replace(config, algorithm=replace(section, **changes)), origins
 
 
-def _to_config_value(piece: Piece, kind: PieceKind, explicit: Any) -> str | dict[str, Any] | None:
+def _to_config_value(piece: Piece, kind: PieceKind, explicit_value: Any) -> str | dict[str, Any] | None:
     """Convert a piece to its value in a configuration: its name, or a mapping of its name and settings.
 
-    ``explicit`` is the value that the user configured for the piece, or None. Returns None for a piece
-    without a name and without settings.
+    A piece is a component of an algorithm, such as its policy loss. ``kind``: its kind, such as all policy
+    losses. ``explicit_value``: the value that the user configured for the piece, or None. Returns None for a
+    piece without a name and without settings.
     """
-    name = _piece_name(piece, kind, explicit)
+    name = _piece_name(piece, kind, explicit_value)
     settings: dict[str, Any] = {}
     for piece_field in fields(piece):
         if is_setting(piece_field):
             settings[piece_field.name] = to_plain(getattr(piece, piece_field.name))
 
-    # The shortest value from which the same piece is constructed again.
+    # Omit a missing name and empty settings.
     if not settings:
         return name
     if name is None:
@@ -111,19 +112,21 @@ def piece_text(value: Any) -> str:
     return f"{piece_name}: {settings_text}"
 
 
-def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
+def _piece_name(piece: Piece, kind: PieceKind, explicit_value: Any) -> str | None:
     """Return the name or path that the user configured for a piece, else its name in ``kind.named``.
 
-    ``explicit`` is the user's value of the key, or None. Returns None for a piece of a user's `Algorithm`
-    whose class is not in the table.
+    A piece is a component of an algorithm, such as its policy loss. ``explicit_value``: the value that the
+    user configured for the piece, or None. Returns None if the user configured no name, and no piece in
+    ``kind.named`` has the same class.
     """
-    explicit_name = explicit
-    if isinstance(explicit, Mapping):
-        explicit_name = explicit.get("name")
+    explicit_name = explicit_value
+    if isinstance(explicit_value, Mapping):
+        explicit_name = explicit_value.get("name")
     if isinstance(explicit_name, str):
         return explicit_name
 
-    # Several names may have the same class, such as the corrections: prefer a name with the same settings.
+    # Several names can have the same class and differ in their settings, such as "token_tis" and "icepop".
+    # Prefer a name with the settings of this piece.
     for name, candidate in kind.named.items():
         if candidate == piece:
             return name
@@ -163,12 +166,14 @@ def get_algorithm(
     *,
     max_response_tokens: int | None = None,
 ) -> Algorithm:
-    """Return the algorithm called ``name`` with some pieces replaced or settings changed.
+    """Return the algorithm called ``name`` with some of its pieces replaced or their settings changed.
 
-    ``name`` is in `ALGORITHMS`, or the path of a user's `Algorithm`. ``pieces`` maps keys of `KINDS` to a
-    piece, a piece's name or path, or a mapping of settings with or without ``name``. A mapping with
-    ``name`` changes settings of the named piece, and a mapping without ``name`` changes settings of the
-    algorithm's own piece. Raises UserErrors with every error.
+    A piece is a component of the algorithm, such as its policy loss. ``name`` is in `ALGORITHMS`, or the path
+    of a user's `Algorithm`. Raises UserErrors with every error.
+
+    ``pieces`` maps a key, such as "policy_loss", to a piece, to the name or path of a piece, or to a mapping
+    of settings. A mapping with the key ``name`` changes settings of the named piece. A mapping without it
+    changes settings of the piece that the algorithm has by default.
 
     Example:
         >>> loss = get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
@@ -190,7 +195,7 @@ def get_algorithm(
             errors.extend(single_errors(error))
     algorithm = replace(algorithm, **changes)
 
-    # Some settings default to the response limit: fill them in before the validation.
+    # `Algorithm.within` fills in the settings that default to the response limit. The validation reads them.
     if max_response_tokens is not None:
         algorithm = algorithm.within(max_response_tokens)
     errors.extend(algorithm.problems())
@@ -246,10 +251,11 @@ def _load_algorithm(name: str) -> Algorithm:
 
 
 def _make_piece(kind_name: str, value: Any, default_piece: Piece | None) -> Piece:
-    """Construct the piece for a key of the ``algorithm`` section, such as ``policy_loss``.
+    """Construct a piece, a component of the algorithm such as its policy loss, from a user's value.
 
-    ``kind_name`` is the key, and ``value`` the value that the user configured. ``default_piece`` is the
-    piece of the named algorithm. A mapping without ``name`` changes only the settings of this piece.
+    ``kind_name``: key of the piece in the section ``algorithm``, such as "policy_loss". ``value``: the user's
+    value of this key. ``default_piece``: the piece that the algorithm of the run has by default. If ``value``
+    is a mapping without ``name``, the result is ``default_piece`` with these settings changed.
     """
     key = f"algorithm.{kind_name}"
     if kind_name not in KINDS or default_piece is None:
@@ -334,9 +340,10 @@ def _change_settings(
 def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind) -> UserError:
     """Return a better error for an unknown setting: one that lists the pieces which have this setting.
 
-    ``error``: any error in the settings of a piece. It is returned unchanged if it is not about an unknown
-    setting, or if no piece of the kind ``kind`` has the setting. ``piece_name``: name of the piece for which
-    the user wrote the setting.
+    A piece is a component of an algorithm, such as its policy loss. ``error``: any error in the settings of a
+    piece. ``piece_name``: name of this piece. ``kind``: kind of the piece, such as all policy losses. The
+    error is returned unchanged if it is not about an unknown setting, or if no piece of this kind has the
+    setting.
     """
     if not isinstance(error, UnknownName):
         return error
@@ -350,6 +357,7 @@ def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind)
     if not pieces_with_setting:
         return error
 
+    # `UnknownName.below` contains the settings that the piece does have, as paths relative to its section.
     expected = f"a piece with it: {', '.join(pieces_with_setting)}"
     if error.below:
         known_settings = ", ".join(name.partition(".")[0] for name in error.below)
@@ -414,9 +422,11 @@ def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piec
 
 
 def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -> None:
-    """Raise UserError unless a user's class implements a kind of piece, such as a policy loss.
+    """Raise UserError unless a user's class can be a component of the algorithm, such as its policy loss.
 
-    It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
+    The class must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
+    ``path``: path of the class, as the user wrote it. ``key``: configuration key with this path, such as
+    ``algorithm.policy_loss``.
     """
     expected = f"a class derived from {_base_class_path(kind)} with a method {_format_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)

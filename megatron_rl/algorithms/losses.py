@@ -99,9 +99,10 @@ class PolicyLoss(Piece, ABC):
         """Compute the loss of every token [N] of a micro-batch; ``log_probs`` [N] carries the gradient."""
 
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
-        """Select the tokens [N] bool of a mini-batch that get a different loss; None without a selection.
+        """Select the tokens of a mini-batch that `token_loss` treats specially: [N] bool, or None for none.
 
-        The default keeps the selection that the mini-batch has. ``generator`` is for random selections.
+        Clip-Cov, for example, sets the loss of the selected tokens to 0. This default returns
+        ``minibatch.selected`` unchanged. ``generator``: generator of random selections.
         """
         return minibatch.selected
 
@@ -119,9 +120,10 @@ class FunctionLoss(PolicyLoss):
 
 
 def validate_token_loss(piece: Piece, result: Any, token_values: Tensor) -> TokenLoss:
-    """Validate the result of a piece's ``token_loss``; raise UserError unless it is a `TokenLoss` [N].
+    """Validate the result of a loss's ``token_loss`` method; raise UserError for a wrong type or shape.
 
-    ``token_values`` [N] is any tensor with one value per token; only its shape is read.
+    ``piece``: the policy or value loss. ``result``: a `TokenLoss` [N], or a pair that is converted to one.
+    ``token_values`` [N]: any tensor with one value per token; only its shape is read.
     """
     # A user's function may return a plain pair.
     if isinstance(result, tuple) and len(result) == 2:
@@ -304,8 +306,8 @@ class Sapo(PolicyLoss):
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
 
-        # The paper's argument for a steeper gate: a negative advantage raises the logits of all other tokens,
-        # which makes training less stable.
+        # By default, the gate is steeper for a negative advantage (a larger tau). The loss of such a token
+        # raises the logits of all other tokens, which makes training less stable (SAPO, arXiv:2511.20347).
         tau_positive = ratio.new_tensor(self.temperature_positive)
         tau_negative = ratio.new_tensor(self.temperature_negative)
         tau = torch.where(advantages > 0, tau_positive, tau_negative)
@@ -421,7 +423,10 @@ class ClippedValueLoss(ValueLoss):
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N]; the indicator marks tokens whose clipped error is larger."""
+        """Compute the loss of every token: [N].
+
+        The indicator ``clip_fraction`` marks the tokens whose clipped error is larger than the unclipped one.
+        """
         unclipped_error = (values - returns) ** 2
         if self.clip is None:
             no_token = torch.zeros_like(values, dtype=torch.bool)
@@ -464,7 +469,7 @@ class Gspo(PolicyLoss):
     clip_high: float = setting(4e-4, "The response's ratio is clipped above 1 + clip_high.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the clipped loss of every token [N] on its response's ratio."""
+        """Compute PPO's clipped loss of every token [N], with the importance ratio of the whole response."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         log_ratios = log_probs.detach() - old_log_probs
         row_means = ragged.masked_row_means(log_ratios, micro.response_mask, micro.lengths)
@@ -539,8 +544,8 @@ class Topr(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N], weighted by the response's capped ratio for A <= 0."""
         (advantages,) = fields_of(micro, "advantages")
-        # A bad response that the policy has become unlikely to produce has a weight near 0. The ratio is a
-        # constant of the gradient (sg).
+        # A response with a negative advantage has a weight near 0 if it has become unlikely under the policy.
+        # No gradient flows through the ratio: `_log_ratio_to_rollout` detaches it.
         capped_ratio = _log_ratio_to_rollout(micro, log_probs).exp().clamp(max=1)
         weight = torch.where(advantages > 0, 1, capped_ratio)
         return TokenLoss(-weight * advantages * log_probs, {"taper": weight})
@@ -581,7 +586,8 @@ class Vespo(PolicyLoss):
         power = torch.where(is_positive, self.power_positive, self.power_negative)
         decay = torch.where(is_positive, self.decay_positive, self.decay_negative)
 
-        # Computed as a logarithm: W^power alone may overflow where its product with the decay is 0.
+        # W is the importance ratio of the response. Add the logarithms of the factors W^power and
+        # exp(decay (1 - W)) before the exponential: W^power alone can overflow although the product is 0.
         weight = (power * log_ratios + decay * (1 - log_ratios.exp())).exp()
         return TokenLoss(-weight * advantages * log_probs, {"weight": weight})
 
@@ -680,8 +686,8 @@ class ClipCov(PolicyLoss):
     covariance_high: float = setting(5.0, "Tokens of higher covariance are not selected.")
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute PPO's clipped loss of every token [N], 0 for selected tokens."""
-        # Without dual clip: the paper changes PPO's loss only on the selected tokens.
+        """Compute PPO's clipped loss of every token [N], and loss 0 for the tokens that `select` returns."""
+        # Clip-Cov (arXiv:2505.22617) is PPO without dual clip, apart from the tokens without a loss.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
             clip_high=self.clip_high,
@@ -729,7 +735,7 @@ class KlCov(PolicyLoss):
     coef: float = setting(0.1, "Weight of the penalty on selected tokens.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the unclipped loss of every token [N], with the penalty on selected tokens."""
+        """Compute the unclipped loss of every token [N], with a penalty on tokens that `select` returns."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         selected = _selected_tokens(micro)
         log_ratios = log_ratio(log_probs, old_log_probs)

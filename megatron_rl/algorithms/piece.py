@@ -73,16 +73,21 @@ class Piece:
         return False
 
     def with_response_limit(self, max_response_tokens: int) -> Self:
-        """Return a copy with the response limit in place of every unset setting that defaults to it.
+        """Return a copy with ``max_response_tokens``, the run's limit, in all settings that default to it.
 
-        ``max_response_tokens``: response limit of the run in tokens. Subclasses with such settings override
-        this method; a piece without them is returned unchanged.
+        Only settings that are None are changed. The base class has no such settings; a subclass that has some
+        overrides this method.
         """
         return self
 
 
 def wrong_result_error(piece: Piece, method: str, expected: str, got: Any) -> UserError:
-    """Return the error for a user's piece or function that returned a value of the wrong type or shape."""
+    """Return the error for a component of the algorithm that returned a wrong type or shape.
+
+    ``piece``: the component, such as a policy loss, implemented by a user's class or function. ``method``:
+    name of the method that returned the result, such as ``token_loss``. ``expected``: description of a valid
+    result. ``got``: the result.
+    """
     function = getattr(piece, "function", None) or getattr(type(piece), method)
 
     # A callable object or a built-in has no code object: point to the module of the piece instead.

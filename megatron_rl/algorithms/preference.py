@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_rl.algorithms.objectives import mask_tokens
-from megatron_rl.algorithms.ragged import last_masked_token, row_sums
+from megatron_rl.algorithms.ragged import last_token_in_mask, row_sums
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -291,7 +291,7 @@ def _last_token_positions(micro: TrainBatch) -> Tensor:
 
     Raises ValueError for a row without a response token.
     """
-    positions = last_masked_token(micro.response_mask, micro.lengths)
+    positions = last_token_in_mask(micro.response_mask, micro.lengths)
     if bool((positions < 0).any()):
         raise ValueError("a row of a preference pair has no response token")
     return positions

@@ -65,18 +65,20 @@ def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return sums / counts.clamp(min=1)
 
 
-def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return the position in [N] of each row's last masked-in token: [B] int64, -1 without such a token.
+def last_token_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return the position in [N] of each row's last token with mask True: [B] int64, or -1.
+
+    A row without such a token has the position -1.
 
     Example:
-        >>> last_masked_token(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
+        >>> last_token_in_mask(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
         [1, -1]
     """
     # -1 is below every position: tokens outside the mask never win against tokens inside it.
     no_token = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
     positions = torch.arange(len(mask), device=mask.device)
-    masked_positions = torch.where(mask, positions, -1)
-    return no_token.scatter_reduce(0, row_index(lengths, len(mask)), masked_positions, "amax")
+    positions_in_mask = torch.where(mask, positions, -1)
+    return no_token.scatter_reduce(0, row_index(lengths, len(mask)), positions_in_mask, "amax")
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:

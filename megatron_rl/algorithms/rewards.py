@@ -40,6 +40,7 @@ class RunningMoments(NamedTuple):
     @property
     def mean(self) -> float:
         """Running mean of the rewards, 0 before the first update."""
+        # `first` is a weighted sum of rewards, and `weight` the sum of these weights.
         if not self.weight:
             return 0.0
         return self.first / self.weight
@@ -116,19 +117,19 @@ class RewardShaping(Piece):
 
     def shape(
         self,
-        values: Tensor,
         rewards: Tensor,
+        sample_rewards: Tensor,
         valid: Tensor,
         moments: RunningMoments,
     ) -> Tensor:
-        """Shape the rewards ``values`` [B]: float64, 0 on invalid rows.
+        """Shape the rewards of sampled or greedy responses: [B] float64, 0 on invalid rows.
 
-        ``values`` are the ``rewards`` [B] of the samples, or the rewards of the greedy responses to the same
-        prompts. Batch statistics are always computed from ``rewards``. ``moments`` are the running moments,
-        including this step's rewards.
+        ``rewards`` [B]: rewards to shape, either ``sample_rewards`` or the rewards of the greedy responses to
+        the same prompts. ``sample_rewards`` [B]: rewards of the sampled responses, from which the statistics
+        of the batch are computed. ``moments``: running moments, which include this step's rewards.
         """
-        shaped = self.scale_and_clip(values, valid)
-        samples = self.scale_and_clip(rewards, valid)[valid]
+        shaped = self.scale_and_clip(rewards, valid)
+        samples = self.scale_and_clip(sample_rewards, valid)[valid]
 
         # Mean towards which smoothing moves the rewards: the running mean, or 0 after normalisation.
         mean = moments.mean
@@ -233,7 +234,7 @@ class Imitation(Piece):
     coef: float = setting(0.0, "Weight of the mean over the good responses' tokens.", at_least=0)
     threshold: float = setting(0.0, "Responses with a larger raw reward are good.")
 
-    def marks(
+    def imitated_tokens(
         self,
         rewards: Tensor,
         valid: Tensor,
@@ -242,19 +243,24 @@ class Imitation(Piece):
     ) -> Tensor | None:
         """Mark the tokens that the policy imitates: [N] float32, 1 in good responses and 0 elsewhere.
 
-        A response is good if its raw reward exceeds ``threshold``. `weights` converts the marks to loss
-        weights. Returns None if ``coef`` is 0, which turns imitation off.
+        A response is good if its raw reward exceeds ``threshold``. `token_weights` computes the loss weights
+        of these tokens. Returns None if ``coef`` is 0, which turns imitation off.
         """
         if not self.coef:
             return None
         is_good = valid & (rewards > self.threshold)
         return (mask & ragged.broadcast_rows(is_good, lengths)).float()
 
-    def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
-        """Compute the weight of every token [N] of a mini-batch: ``coef`` divided by the number of marks."""
-        # Without a good response all weights are 0; the clamp avoids 0 / 0.
-        is_marked = (marks > 0) & mask
-        return is_marked.float() * self.coef / is_marked.sum().clamp(min=1)
+    def token_weights(self, imitated: Tensor, mask: Tensor) -> Tensor:
+        """Compute the weight of every token [N] in the negative log-likelihood loss of a mini-batch.
+
+        The weight of a token of a good response (a response that the policy imitates) is ``coef`` divided by
+        the number of these tokens. All other tokens have weight 0. ``imitated`` [N]: result of
+        `imitated_tokens` for the mini-batch. ``mask`` [N] bool: response tokens that have a loss.
+        """
+        # The clamp avoids 0 / 0 in a mini-batch without a good response.
+        is_imitated = (imitated > 0) & mask
+        return is_imitated.float() * self.coef / is_imitated.sum().clamp(min=1)
 
 
 def update_moments(
@@ -266,8 +272,9 @@ def update_moments(
 ) -> RunningMoments:
     """Return the running moments after a step's rewards; a step without a valid reward changes nothing.
 
-    ``m <- decay m + (1 - decay) mean(x)`` for x = 1, R and R^2. Division by the weight removes the bias
-    towards the initial 0, as in Adam.
+    Each moment m is updated as ``m <- decay m + (1 - decay) mean(x)``, with x = 1 for ``weight``, x = R for
+    ``first`` and x = R^2 for ``second``. `RunningMoments.mean` and ``std`` divide by ``weight``. This removes
+    the bias towards the initial 0, as in Adam.
 
     Example:
         >>> m = update_moments(RunningMoments(), torch.tensor([1.0, 3.0]), torch.ones(2) > 0, decay=0.9)

@@ -66,7 +66,7 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.shapes.lora import format_adapters
-from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
+from megatron_rl.versions import DISTRIBUTIONS_AFFECTING_RESULTS, installed_versions
 
 _OPTIMIZER_BYTES = 12
 """Bytes of optimizer state per trained parameter: a float32 master weight and Adam's two moments."""
@@ -374,7 +374,7 @@ def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
-        "versions": installed_versions(NUMBERS_DEPEND_ON),
+        "versions": installed_versions(DISTRIBUTIONS_AFFECTING_RESULTS),
     }
 
 

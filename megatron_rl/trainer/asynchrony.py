@@ -79,7 +79,7 @@ class AheadBatches:
     def produce_batch(
         self,
         step: int,
-        phase: Phases,
+        phases: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """Yield the oldest batch of the queue, while rollout ranks sample the next with the newest weights.
@@ -87,7 +87,7 @@ class AheadBatches:
         See `BatchSource.produce_batch`.
         """
         # New tokens are gathered onto all ranks, since all ranks store the queue.
-        world = ReplicaGroup(gather_stats=phase.gather_stats)
+        world = ReplicaGroup(gather_stats=phases.gather_stats)
         steps_ahead = self.config.asynchrony.steps_ahead
         batch = None
         group_counts = None
@@ -95,24 +95,24 @@ class AheadBatches:
         with self.roles.hybrid_engine.generation_mode() as metrics:
             # Fill the queue: it has too few batches in the first step after a start.
             while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
-                pending = self._start_sampling(step + len(self.queue), phase)
+                pending = self._start_sampling(step + len(self.queue), phases)
                 self.queue.append(self.source.finish_round(pending, world))
 
             # These calls generate on the rollout's ranks, and return immediately on learners.
-            pending_evaluations = self._start_evaluation(phase)
+            pending_evaluations = self._start_evaluation(phases)
             pending = None
             if step + steps_ahead <= self.config.steps:
-                pending = self._start_sampling(step + steps_ahead, phase)
+                pending = self._start_sampling(step + steps_ahead, phases)
 
             # Meanwhile, the learners train on the oldest batch.
             sampled = self.queue.pop(0)
             if self._is_learner:
                 metrics += self._staleness_metrics(sampled)
-                batch, group_counts = self._compute_rewards(sampled, phase, learners)
+                batch, group_counts = self._compute_rewards(sampled, phases, learners)
             yield batch, metrics
 
             # The first gather starts when both learners and rollout ranks are ready: this wait is idle time.
-            with phase("idle_learn" if self._is_learner else "idle_rollout"):
+            with phases("idle_learn" if self._is_learner else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish_round(pending, world))
                 self.responses = [
@@ -126,20 +126,20 @@ class AheadBatches:
             learner_counts = [counts for counts in gather_objects(group_counts) if counts is not None]
             self.source.group_counts = learner_counts[0]
 
-    def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
+    def _start_evaluation(self, phases: Phases) -> list[PendingRound]:
         """Sample responses to the evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._is_learner:
-            timer = phase("evaluate")
+            timer = phases("evaluate")
         with timer:
             return start_evaluation(self.roles, self.sets, self.config.seed)
 
-    def _start_sampling(self, step: int, phase: Phases) -> PendingRound:
+    def _start_sampling(self, step: int, phases: Phases) -> PendingRound:
         """Sample the batch of ``step`` on the rollout's ranks; return immediately on learners."""
         seed = step_seed(self.config, step)
         timer = nullcontext()
         if not self._is_learner:
-            timer = phase("generate")
+            timer = phases("generate")
         with timer:
             return self.source.start_round(self._count_prompts_to_sample(), seed)
 
@@ -168,14 +168,14 @@ class AheadBatches:
     def _compute_rewards(
         self,
         sampled: SampledBatch,
-        phase: Phases,
+        phases: Phases,
         learners: ReplicaGroup,
     ) -> tuple[ScoredBatch, tuple[int, int]]:
         """Compute a batch's rewards; return it with the numbers of informative groups and of all groups.
 
         Collective over the learners.
         """
-        with phase("reward"):
+        with phases("reward"):
             batch = compute_rewards(self.roles, sampled, learners)
         group_counts = count_informative(batch)
         if self.algorithm.dynamic_sampling.further_rounds:

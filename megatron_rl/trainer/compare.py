@@ -55,12 +55,12 @@ RESULTS_NOTE = (
     "± is the standard deviation over the runs of a column."
 )
 
-_START_TEXTS: Mapping[str, Callable[[Start], str]] = {
+_PROVENANCE_TEXTS: Mapping[str, Callable[[Start], str]] = {
     "revision": format_revisions,
     "versions": lambda start: format_pairs(start.versions),
     "hardware": lambda start: format_pairs(start.hardware),
 }
-"""Properties of a run's start that are compared like settings: name -> function that formats it."""
+"""Properties of a run's last launch that are compared like settings: name -> function that formats it."""
 
 Result = tuple[float, str]
 """Value of a result, and its format specification."""
@@ -130,7 +130,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     rows = _settings_rows(groups, keys)
     settings = [row for row in rows if _is_explicit(row[0], explicit_keys, explicit_mappings)]
     derived = [row for row in rows if row not in settings]
-    return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
+    return Comparison(groups, settings + _provenance_rows(groups), _result_rows(groups), notes, derived)
 
 
 def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Collection[str]) -> bool:
@@ -146,17 +146,18 @@ def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Co
     return any(parent_key in explicit_mappings for parent_key in parent_keys)
 
 
-def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return the table rows of revision, versions and hardware, without rows whose values are all equal.
+def _provenance_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
+    """Return the table rows of code revision, library versions and hardware, if the groups differ in them.
 
-    A row has a name, such as "revision", then a value for each group.
+    A row has a name, such as "revision", then a value for each group. The values are from
+    `ComparedRun.start`, the record of a run's last launch.
     """
     rows: list[list[str]] = []
-    for name, format_start in _START_TEXTS.items():
+    for name, format_provenance in _PROVENANCE_TEXTS.items():
         cells: list[str] = []
         for group in groups.values():
-            start_texts = [format_start(run.start) for run in group if run.start is not None]
-            cells.append("; ".join(dict.fromkeys(start_texts)) or "-")
+            provenance_texts = [format_provenance(run.start) for run in group if run.start is not None]
+            cells.append("; ".join(dict.fromkeys(provenance_texts)) or "-")
         if len(set(cells)) > 1:
             rows.append([name, *cells])
     return rows

@@ -171,7 +171,10 @@ def select_panels(lines: Lines) -> list[Panel]:
 
 
 def select_stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
-    """Return a panel for each metric of each stage, with the lines of the stage: (lines, panel) pairs."""
+    """Return a panel for each metric that a stage of training before RL has logged, with the stage's lines.
+
+    ``stages``: name of a stage, such as ``sft`` -> lines of its metrics file.
+    """
     panels: list[tuple[Lines, Panel]] = []
     for name, lines in stages.items():
         for metric, label in STAGE_METRICS:
@@ -394,8 +397,9 @@ def _style_figure(axes: Sequence[Axes]) -> Figure:
 def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
     """Position every panel in the figure, with margins for its texts.
 
-    matplotlib's layout engine measures every text and draws the figure twice, which takes three times as
-    long.
+    A figure with a long title is arranged by matplotlib's layout engine, which measures every text. All other
+    figures are arranged here: without the layout engine, a figure is drawn once instead of twice, in a third
+    of the time.
     """
     if any(len(ax.get_title(loc="left")) > _TITLE_CHARACTERS for ax in axes):
         figure.set_layout_engine("constrained")

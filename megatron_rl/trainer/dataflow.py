@@ -238,10 +238,10 @@ class Run:
         return batch.scores
 
     def score(self, rollouts: Rollouts, scores: Scores) -> Scores:
-        """Add the log-probs and values of the run's roles to the rows' scores.
+        """Compute the log-probs and values of the run's models; return ``scores`` with them filled in.
 
-        These are ``old_log_probs`` and ``entropy`` [N] of the actor and, if the algorithm needs them,
-        ``ref_log_probs`` [N] of a reference and ``values`` [N] of a critic. Raises MismatchError if the
+        The actor computes ``old_log_probs`` and ``entropy`` [N]. If the algorithm needs them, a reference
+        computes ``ref_log_probs`` [N] and a critic computes ``values`` [N]. Raises MismatchError if the
         actor's log-probs differ from the engine's by more than `mismatch.stop`.
         """
         training = self._training
@@ -476,8 +476,12 @@ def _make_empty_prompts() -> PromptBatch:
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings that only have an effect in the steps of ``train``."""
-    is_set_by_key = {
+    """Raise UserErrors for settings that a user's script with its own training loop cannot use.
+
+    Only the training loop of the command ``train`` implements these settings.
+    """
+    # Key -> whether the setting differs from its default.
+    unsupported_settings = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
@@ -496,7 +500,7 @@ def _reject_unsupported(config: RunConfig) -> None:
             got="another value",
             fix=f"remove {key}, or train with `megatron-rl train`",
         )
-        for key, is_set in is_set_by_key.items()
+        for key, is_set in unsupported_settings.items()
         if is_set
     ]
 

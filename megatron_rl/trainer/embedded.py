@@ -60,7 +60,7 @@ class EmbeddedTrainer:
         increment: int = 1,
         overrides: Iterable[str] = (),
     ) -> None:
-        # The script has already initialised communication; this only selects its device.
+        # The script has already initialised the process groups: `initialize` only selects this rank's device.
         device.initialize()
         require_megatron_setup(model, optimizer, scheduler)
         self.config = _load_checked_config(config, model, overrides)
@@ -69,7 +69,8 @@ class EmbeddedTrainer:
         tokenizer: Any = load_tokenizer(self.config.model.path)
         prompts, _ = load_training_prompts(self.config, tokenizer, TokenFiles(None, print))
 
-        # The actor wraps the script's model and optimizer; all other roles are built here.
+        # The actor wraps the script's model and optimizer; all other roles are built here. The wrapped
+        # optimizer calls ``scheduler.step(increment)`` after each of its steps.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
         adopted_optimizer = Optimizer.from_script(parallel_model, optimizer, scheduler, increment)
         actor = adopt_actor(self.config, parallel_model, adopted_optimizer)
@@ -157,7 +158,8 @@ def _reject_unsupported(config: RunConfig) -> None:
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
 
-    is_set_by_key = {
+    # Key -> whether the setting differs from its default.
+    unsupported_settings = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,
         "actor.freeze_router": actor.freeze_router,
@@ -173,7 +175,7 @@ def _reject_unsupported(config: RunConfig) -> None:
         "preference": config.preference,
     }
 
-    errors = [_unsupported_error(key) for key, is_set in is_set_by_key.items() if is_set]
+    errors = [_unsupported_error(key) for key, is_set in unsupported_settings.items() if is_set]
     if errors:
         raise UserErrors(errors)
 

@@ -69,7 +69,10 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 
 def _make_requests(config: RunConfig) -> list[GenerationRequest]:
-    """Return the requests of the check; their random prompts are the same in every run of a model."""
+    """Return requests with random prompts, for the comparison of the engine's log-probs with the trainer's.
+
+    The prompts are the same in every run of a model.
+    """
     # At least one request per server: a client sends consecutive requests to different servers.
     request_count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines reject requests with more tokens than the longest row of the run.
@@ -115,7 +118,8 @@ def _collate_rollouts(
     """Return the completions as a ragged batch, without empty completions; None if all are empty."""
     sequences = []
     for completion in completions:
-        # The requests of a lost server fail. A run tolerates lost servers, so this check must, too.
+        # A request without tokens has failed, because its server was lost. A run continues without lost
+        # servers, so the comparison of log-probs at its start ignores such requests.
         if not completion.tokens:
             continue
         request = requests[completion.number]

@@ -250,7 +250,8 @@ def _response_statistics(
     samples_per_prompt = evaluation_set.settings.samples
     correct_by_prompt = correct.view(-1, samples_per_prompt).numpy().astype(float)
 
-    # A response votes for its marked answer (such as a boxed number), or for its complete text without one.
+    # A response votes for its marked answer, such as a boxed number. If it has no marked answer, it votes for
+    # its complete text.
     votes = [find_marked_answer(text) or text.strip() for text in response_texts]
     prompt_starts = range(0, len(votes), samples_per_prompt)
     votes_by_prompt = [votes[start : start + samples_per_prompt] for start in prompt_starts]

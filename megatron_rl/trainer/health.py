@@ -195,21 +195,21 @@ def _format_value(value: float) -> str:
 
 
 # Measures: functions of a step's metrics whose result a rule compares with its band. Each returns None if the
-# step lacks the metrics, and stores values of earlier steps in ``memory``.
+# step lacks the metrics, and stores values for later steps in ``history``, which is `RuleState.memory`.
 
-Memory = dict[str, list[float]]
+History = dict[str, list[float]]
 
 
-def _measure_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_value(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
     """Return the value of the rule's first metric, or None if the step does not have it."""
     return values.get(rule.metrics[0])
 
 
-def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the rule's first metric if the second metric, the maximum age of the step's tokens, is 0.
+def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
+    """Return the rule's first metric in steps whose tokens were all sampled with the newest weights.
 
-    Otherwise returns None: with older tokens, the metric also contains the effect of weight updates since the
-    tokens were sampled.
+    The rule's second metric is the largest age of the step's tokens, in weight updates. If the age is above
+    0, the function returns None: the first metric then also contains the effect of these updates.
     """
     metric, age_metric = rule.metrics
     # A run without old tokens has no age metric.
@@ -218,13 +218,13 @@ def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: 
     return values.get(metric)
 
 
-def _measure_sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_sum(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
     """Return the sum of all metrics whose names match the pattern in the rule's first metric."""
     matching_values = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
     return math.fsum(matching_values) if matching_values else None
 
 
-def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
     """Return the longest of the rule's times as a fraction of the step's time (the rule's last metric)."""
     *time_metrics, step_time_metric = rule.metrics
     times = [values[name] for name in time_metrics if name in values]
@@ -234,17 +234,17 @@ def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory
     return max(times) / step_time
 
 
-def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its first `health.MIN_MEASUREMENTS` values.
+def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
+    """Return the metric divided by the median of its first `health.MIN_MEASUREMENTS` values in the run.
 
-    Returns None in steps without the metric, until there are `health.REFERENCE` values, and if their median
+    Returns None if the step does not have the metric, if there are fewer earlier values, or if their median
     is not positive.
     """
     value = values.get(rule.metrics[0])
     if value is None:
         return None
 
-    first_values = memory.setdefault("start", [])
+    first_values = history.setdefault("start", [])
     if len(first_values) < health.MIN_MEASUREMENTS:
         if math.isfinite(value):
             first_values.append(value)
@@ -252,19 +252,19 @@ def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memor
     return _divide_by_median(value, first_values)
 
 
-def _measure_ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_ratio_to_median(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
     """Return the metric divided by the median of its last `health.MEDIAN_WINDOW` earlier values.
 
-    Returns None in steps without the metric, until there are `health.MIN_MEASUREMENTS` values, and if their
-    median is not positive.
+    Returns None if the step does not have the metric, if there are fewer than `health.MIN_MEASUREMENTS`
+    earlier values, or if their median is not positive.
     """
     value = values.get(rule.metrics[0])
     if value is None:
         return None
 
-    previous_values = memory.setdefault("before", [])
+    previous_values = history.setdefault("before", [])
     if math.isfinite(value):
-        memory["before"] = [*previous_values, value][-health.MEDIAN_WINDOW :]
+        history["before"] = [*previous_values, value][-health.MEDIAN_WINDOW :]
     if len(previous_values) < health.MIN_MEASUREMENTS:
         return None
     return _divide_by_median(value, previous_values)
@@ -276,7 +276,7 @@ def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | 
     return value / reference if reference > 0 else None
 
 
-def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], history: History) -> float | None:
     """Return the largest drop of an accuracy below its best value, or 0 without a drop.
 
     A drop only counts if the mean reward has risen since the best value: the policy then gains reward without
@@ -285,41 +285,42 @@ def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory
     """
     # Accumulate the rewards of the steps since the previous evaluation.
     reward_name, accuracy_pattern = rule.metrics
-    reward_sum, reward_count = memory.pop("rewards", [0.0, 0.0])
+    reward_sum, reward_count = history.pop("rewards", [0.0, 0.0])
     if reward_name in values:
         reward_sum += values[reward_name]
         reward_count += 1
     accuracies = {name: value for name, value in values.items() if fnmatchcase(name, accuracy_pattern)}
     if not accuracies:
-        memory["rewards"] = [reward_sum, reward_count]
+        history["rewards"] = [reward_sum, reward_count]
         return None
 
-    # Compare each accuracy with its best value, and the mean rewards at both times.
+    # Compare each accuracy with its best value so far, and the mean reward of this evaluation with the mean
+    # reward of the evaluation that had the best value.
     drops = [0.0]
     for name, accuracy in accuracies.items():
         # Before the first step there is no mean reward: store the accuracy alone.
         if not reward_count:
-            memory.setdefault(name, [accuracy])
+            history.setdefault(name, [accuracy])
             continue
         mean_reward = reward_sum / reward_count
 
         # A best value from before the first step is stored without a mean reward: use this evaluation's.
-        best = memory.get(name, [accuracy])
+        best = history.get(name, [accuracy])
         best_accuracy = best[0]
         reward_at_best = mean_reward
         if len(best) > 1:
             reward_at_best = best[1]
 
         if accuracy >= best_accuracy:
-            memory[name] = [accuracy, mean_reward]
+            history[name] = [accuracy, mean_reward]
             continue
-        memory[name] = [best_accuracy, reward_at_best]
+        history[name] = [best_accuracy, reward_at_best]
         if mean_reward > reward_at_best:
             drops.append(best_accuracy - accuracy)
     return max(drops)
 
 
-Measure = Callable[[HealthRule, Mapping[str, float], Memory], float | None]
+Measure = Callable[[HealthRule, Mapping[str, float], History], float | None]
 
 MEASURES: Mapping[str, Measure] = {
     health.VALUE: _measure_value,
@@ -373,7 +374,7 @@ def _sort_by_reward(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _select_equal_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of each prompt whose samples, at least two, all have the same reward."""
+    """Return the samples of all prompts that have two or more samples with equal rewards."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample["prompt"], []).append(sample)

@@ -52,7 +52,7 @@ from megatron_rl.user_code import (
     read_user_code,
     write_copy,
 )
-from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
+from megatron_rl.versions import DISTRIBUTIONS_AFFECTING_RESULTS, installed_versions
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that request a stop: from launchers, terminals, and schedulers before they preempt a job."""
@@ -158,13 +158,15 @@ class Job:
             for changed_setting in self._changed_settings():
                 self.print(f"warning: this run resumes with a changed setting: {changed_setting}")
             self.folder.write_config(dump(without_secrets(self.config)))
+            # `first_start` is the time of the run's first launch, and `start` the record of this launch.
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
             if self.start is not None:
                 write_start(self.folder, self.start, resumed=_resumes_run(self.config, self.folder))
+            # `start_over` renames the checkpoints of an earlier run in this folder.
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
-        # Other ranks must not write into the folder before `start_over` has cleared it.
+        # Other ranks must not write checkpoints before `start_over` has renamed the folders.
         barrier()
 
     def _changed_settings(self) -> list[str]:
@@ -183,11 +185,12 @@ class Job:
 
 @contextmanager
 def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[Job]:
-    """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
+    """Lock the run folder, redirect output to the rank's log and yield the job.
 
-    ``explicit_keys``: keys that the user has set; the run's list of starts records them. A failure is
-    reported with the rank, its roles and its phase. It ends this process and thereby the job. Collective over
-    the world.
+    ``explicit_keys``: configuration keys that the user has set. The record of this launch in ``starts.json``
+    contains them. If the block raises an exception, the exception is reported with the rank, its roles and
+    its phase; then this process ends, and thereby the job. Without an exception, the ranks destroy their
+    process groups after the block. Collective over the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -205,7 +208,7 @@ def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[J
     ):
         start = None
         if is_main:
-            versions = installed_versions(NUMBERS_DEPEND_ON)
+            versions = installed_versions(DISTRIBUTIONS_AFFECTING_RESULTS)
             start = describe_current_start(versions, _describe_hardware(), explicit_keys)
         # Innermost, so that trackers are closed before the console.
         with open_trackers(config, folder, console) if is_main else nullcontext() as trackers:
@@ -258,7 +261,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
     # Information that explains later why the metrics of two runs differ.
     run_info = {
         "configuration": to_plain(without_secrets(config)),
-        "versions": installed_versions(NUMBERS_DEPEND_ON),
+        "versions": installed_versions(DISTRIBUTIONS_AFFECTING_RESULTS),
         "hardware": _describe_hardware(),
     }
     return Trackers(
@@ -555,10 +558,11 @@ def contained_functions(config: RunConfig) -> Iterator[str]:
 
 
 def _load_code_files(job: Job) -> dict[str, bytes]:
-    """Return the content of the user's code files by path.
+    """Return the content of the user's code files: path -> content.
 
-    A rank that the launcher has restarted reads the copy in the run folder that the job used before.
-    Otherwise the files are copied into the run folder again.
+    The files are copied into the run folder. After a restart of the ranks by torchrun, the files are not read
+    again: the result is the content of this copy. If the copy was changed or is incomplete, the files are
+    copied again.
     """
     folder = job.folder.code
     try:
@@ -566,7 +570,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
     except (OSError, ValueError):
         used_copy = ""
 
-    # After a restart by the launcher, the files may have been edited since the start of the run.
+    # torchrun counts its restarts in this variable. The files may have been edited since the first start.
     if used_copy and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         files = read_copy(folder / used_copy)
         if files is not None:
@@ -658,8 +662,10 @@ def _acquire_lock(descriptor: int) -> bool:
 
 
 def _wait_until_stale(path: Path, console: Any) -> None:
-    """Wait until the job that the lock file names counts as dead; raise UserError if it sends a heartbeat.
+    """Wait until the job in the lock file has sent no heartbeat for `STALE_SECONDS`.
 
+    A heartbeat is an update of the file's modification time. If the job sends one during the wait, the
+    function raises UserError. It returns immediately if the file names no job, or a job on this host.
     ``console``: stream for a message about the wait, or None.
     """
     holder = _read_lock_holder(path)

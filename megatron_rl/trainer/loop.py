@@ -30,7 +30,7 @@ from megatron_rl.algorithms import (
     value_objective,
 )
 from megatron_rl.algorithms.ragged import masked_row_means
-from megatron_rl.config.roles import TEACHER, section_of, teacher_of_task
+from megatron_rl.config.roles import TEACHER, teacher_of_task
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.data.mixture import TrainingPrompts
@@ -96,14 +96,14 @@ class BatchSource(Protocol):
     def produce_batch(
         self,
         step: int,
-        phase: Phases,
+        phases: Phases,
         learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
         """Sample responses and compute rewards; yield the batch of ``step`` and this rank's sampling metrics.
 
-        ``learners`` are the ranks that train: the batch is equal on all of them, and None on ranks that only
-        sample. ``phase`` measures the time of each phase. Responses that are sampled during the block are
-        gathered when the block ends. Collective over the world.
+        ``learners``: the ranks that train. All learners get the same batch; ranks that only sample get None.
+        ``phases``: timer of the step's phases. Responses that are sampled during the block are gathered when
+        the block ends. Collective over the world.
         """
         ...
 
@@ -134,7 +134,7 @@ class SameStepBatches:
     def produce_batch(
         self,
         step: int,
-        phase: Phases,
+        phases: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """Sample the batch in this step and compute its rewards, in as many rounds as dynamic sampling needs.
@@ -147,14 +147,14 @@ class SameStepBatches:
             # Every round of a step has a different seed, see `step_seed`.
             seed = step_seed(self.config, step) + len(rounds)
             with (
-                phase("generate"),
+                phases("generate"),
                 self.roles.hybrid_engine.generation_mode() as round_metrics,
             ):
                 pending = self.source.start_round(prompt_count, seed)
                 sampled = self.source.finish_round(pending, learners)
                 sampled = refill_filtered_rows(self.source, sampled, seed, learners)
 
-            with phase("reward"):
+            with phases("reward"):
                 rounds.append(compute_rewards(self.roles, sampled, learners))
                 record_groups(rounds[-1], self.prompts)
             sync_metrics += round_metrics
@@ -170,30 +170,30 @@ def train_step(
     state: AlgorithmState,
     config: RunConfig,
     step: int,
-    phase: Phases,
+    phases: Phases,
 ) -> StepResult | None:
     """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
-    ``state`` is the algorithm's state between steps, such as an adaptive KL coefficient. ``phase`` measures
-    the time of each phase. Returns None on ranks that only sample. Collective over the world.
+    ``state`` is the algorithm's state between steps, such as an adaptive KL coefficient. ``phases`` is the
+    timer of the step's phases. Returns None on ranks that only sample. Collective over the world.
     """
     # The ranks that have the batch: all ranks, unless some only sample for later steps.
-    learners = ReplicaGroup(batches.learners, phase.gather_stats)
+    learners = ReplicaGroup(batches.learners, phases.gather_stats)
     result = None
 
-    with batches.produce_batch(step, phase, learners) as (batch, sampling_metrics):
+    with batches.produce_batch(step, phases, learners) as (batch, sampling_metrics):
         if batch is not None:
             # Run the forward passes of actor, critic and reference, each on its role's ranks.
-            with phase("score"):
+            with phases("score"):
                 batch = compute_log_probs(batch, roles, config, step, learners)
 
             # Every learner computes the same advantages: they are pure functions of the replicated batch.
-            with phase("estimate"):
+            with phases("estimate"):
                 train_batch, batch_metrics = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
                 require_loss_tokens(train_batch, batch_metrics)
 
             # Run the optimizer steps of critic and actor, with loss denominators over all ranks.
-            with phase("learn"):
+            with phases("learn"):
                 update = update_weights(
                     train_batch,
                     batch,
@@ -251,8 +251,8 @@ def compute_log_probs(
         pending_results = served_teacher.start_requests(rollouts, is_sender)
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel. Each
-    # shard is stored with the indices of its rows, or None for all rows. Only teachers of some tasks have
-    # indices.
+    # shard is stored with the indices of its rows, or None for all rows. Only a teacher that is restricted to
+    # some tasks has indices.
     shards: list[tuple[list[int] | None, RowShard]] = []
     for role in roles_to_run:
         rows = rows_by_teacher.get(role.name)
@@ -283,7 +283,7 @@ def _rows_by_teacher(
     roles: Roles,
     config: RunConfig,
 ) -> dict[str, list[int]]:
-    """Return the rows that each teacher scores: the teacher's `ModelRole.name` -> row indices.
+    """Return the rows for which each teacher computes log-probs: name of the teacher's role -> row indices.
 
     The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task has no
     teacher.
@@ -311,10 +311,10 @@ def _rows_by_teacher(
             fix="use one `teacher` for all tasks",
         )
 
-    rows_by_section: dict[str, list[int]] = {section_of(name): [] for name in teacher_names}
+    rows_by_teacher: dict[str, list[int]] = {name: [] for name in teacher_names}
     for row, task in enumerate(batch.prompts.tasks):
-        section = section_of(teacher_by_task.get(task, default_teacher))
-        if section not in rows_by_section:
+        teacher = teacher_by_task.get(task, default_teacher)
+        if teacher not in rows_by_teacher:
             raise UserError(
                 f"the task {task!r} has no teacher",
                 where="teachers",
@@ -322,8 +322,8 @@ def _rows_by_teacher(
                 got=f"a response to a prompt of the task {task!r}",
                 fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
             )
-        rows_by_section[section].append(row)
-    return rows_by_section
+        rows_by_teacher[teacher].append(row)
+    return rows_by_teacher
 
 
 def _scatter_columns(
@@ -354,7 +354,7 @@ def _add_served_columns(
 ) -> ScoredBatch:
     """Write a served teacher's outputs into ``columns``; return the batch with failed rows marked invalid.
 
-    ``rows``: indices of the rows that the teacher scores, or None for all rows. Collective over the learners.
+    ``rows``: indices of the rows of ``results``, or None for all rows. Collective over the learners.
     """
     if rows is None:
         rows = list(range(len(batch.rollouts)))

@@ -63,7 +63,8 @@ def out_of_memory_error(
 
 def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
     """Format the memory that `check` estimates for a rank in a phase, with the estimate's largest items."""
-    # The estimate has no phases of stages: a stage uses as much memory as the updates of a step.
+    # The estimate has only phases of an RL step. Training before RL, such as SFT, uses as much memory as the
+    # phase "learn".
     estimated_phase = phase if phase in ("generate", "score") else "learn"
     try:
         layouts = role_layouts(config, device.world_size())

@@ -84,15 +84,19 @@ class MicroBatchControl:
         self._apply_budget()
 
         if budget.tokens != old_budget.tokens:
-            reason = "the repeated passes"
+            # Without measurements, only passes that ran out of memory change the budget.
+            reason = "passes ran out of memory and were repeated on smaller micro-batches"
             if resident_bytes is not None and bytes_per_token is not None:
                 resident_gib = resident_bytes / _GIB
                 mib_per_token = bytes_per_token / 2**20
-                reason = f"{resident_gib:.1f} GiB and {mib_per_token:.2f} MiB a token are in use"
+                allowed_gib = budget.allowed / _GIB
+                reason = (
+                    f"{resident_gib:.1f} GiB and {mib_per_token:.2f} MiB a token are in use, "
+                    f"of {allowed_gib:.1f} GiB"
+                )
             self._job.print(
                 f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
-                f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}, of "
-                f"{budget.allowed / _GIB:.1f} GiB"
+                f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}"
             )
         return Metrics.of({"memory/tokens_per_microbatch": old_budget.tokens})
 

@@ -77,7 +77,7 @@ def evaluate_checkpoints(
                 )
                 for name, settings in config.evaluation.sets.items()
             }
-        _join_ranks(config, phases)
+        _init_process_groups(config, phases)
         key_by_model = {str(path): "--checkpoint" for path in hf_models}
         require_intact_models(key_by_model | compute_on_first_rank(lambda: existing_models(config)))
 
@@ -265,7 +265,7 @@ def export_checkpoint(
         first_iteration = 0
         if checkpoint_format == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
-        _join_ranks(config, phases)
+        _init_process_groups(config, phases)
         require_intact_models(compute_on_first_rank(lambda: existing_models(config)))
 
         # Any layout can load a distributed checkpoint.
@@ -310,7 +310,7 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
     return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 
 
-def _join_ranks(config: RunConfig, phases: Phases) -> None:
+def _init_process_groups(config: RunConfig, phases: Phases) -> None:
     """Initialise the process groups and start the hang detector. Collective over the world."""
     watch.join_job(
         config.rank_timeout,

@@ -90,9 +90,11 @@ def sample_browser(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[s
     """Return the HTML of a list of samples that the reader can filter.
 
     Each sample has set, step, prompt, response, truth, reward, components, advantage, length, finish, turns,
-    failure, group, group_size and marks; absent values are None or empty. A turn has role, content, tokens,
-    and calls as texts; a sample with turns is shown turn by turn. ``counts`` has the numbers of ``stored``
-    and ``shown`` samples by ``set`` and ``step``. Text of a model or a data set is never interpreted as HTML
-    or as a program.
+    failure, group, group_size and marks; absent values are None or empty. ``marks`` are labels of the sample,
+    such as "best" for the best reward. A turn has role, content, tokens, and calls as texts; a sample with
+    turns is shown turn by turn.
+
+    ``counts`` has the numbers of ``stored`` and ``shown`` samples by ``set`` and ``step``. Text of a model or
+    a data set is never interpreted as HTML or as a program.
     """
     return _render("samples.html", samples={"rows": rows, "counts": counts})

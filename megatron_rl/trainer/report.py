@@ -318,7 +318,7 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
     samples: list[dict[str, Any]] = []
     for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
         kind = path.stem.removesuffix(f"_{step}")
-        # The page lists unreadable files in the section of samples.
+        # Skip unreadable files here: `read_stored_samples` warns of them on the same page.
         with contextlib.suppress(Exception):
             samples += read_samples(kind, step, path, HEALTH_SAMPLES_READ)[0]
 
@@ -443,7 +443,7 @@ def _format_change(first: float, last: float, number_format: str = ".3f") -> str
 
 
 def phase_times(lines: Lines) -> list[PhaseTime]:
-    """Return the time of each phase of a step, longest first.
+    """Return the total and mean time of each phase over all steps, longest total first.
 
     Phases that are part of another phase come last: the time of ``generate``, for example, includes the time
     of ``reshard``.
@@ -458,7 +458,8 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
     step_seconds = seconds_by_phase.pop("step", [])
     step_total = sum(step_seconds)
 
-    # A share is a fraction of the time of all steps. Stages do not measure the time of a step.
+    # `PhaseTime.share` is a fraction of the time of all steps. Metrics of training before RL, such as SFT, do
+    # not contain ``time/step``: the share is then None.
     phases: list[PhaseTime] = []
     for name, seconds in seconds_by_phase.items():
         if seconds:
@@ -569,7 +570,7 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
             continue
         samples.rows.extend(rows)
         samples.counts.append({
-            "set": _set_name(kind),
+            "set": _data_set_of(kind),
             "step": step,
             "stored": num_stored,
             "shown": len(rows),
@@ -603,7 +604,7 @@ def read_samples(
     # Convert only the selected rows to Python objects, because texts are long.
     rows = table.take(list(marks_by_row)).to_pylist()
     samples = [
-        _format_sample(row, _set_name(kind), step, row_marks, max_characters)
+        _format_sample(row, _data_set_of(kind), step, row_marks, max_characters)
         for row, row_marks in zip(rows, marks_by_row.values(), strict=True)
     ]
     for sample in samples:
@@ -697,8 +698,8 @@ def _round_finite(value: float | None) -> float | None:
     return round(value, 6)
 
 
-def _set_name(kind: str) -> str:
-    """Return the set name of a file's samples: `TRAINING_SET`, or the name of an evaluation set.
+def _data_set_of(kind: str) -> str:
+    """Return the data set of the samples in a file: `TRAINING_SET`, or the name of an evaluation set.
 
     ``kind``: "step" for a file of training samples, "eval_NAME" for the responses to an evaluation set.
     """
@@ -710,7 +711,11 @@ def _set_name(kind: str) -> str:
 def _format_sample(
     row: dict[str, Any], set_name: str, step: int, marks: Sequence[str], max_characters: int
 ) -> dict[str, Any]:
-    """Convert a row of a samples file to the format of `page.sample_browser`."""
+    """Convert a row of a samples file to a sample for the report page, see `page.sample_browser`.
+
+    ``marks``: labels of the row in its file (see `MARKS`), such as "best" for the row with the best reward.
+    Texts are cut to ``max_characters``.
+    """
     finish = row.get("finish_reason")
     if finish is not None:
         finish = FINISH_REASONS[finish]

@@ -91,8 +91,8 @@ from megatron_rl.types import Rollouts
 def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
     """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    ``explicit_keys``: keys that the user has set; the run's list of starts records them. Collective over the
-    world.
+    ``explicit_keys``: configuration keys that the user has set. The record of this launch in ``starts.json``
+    contains them. Collective over the world.
     """
     with open_job(config, explicit_keys) as current_job:
         if config.job != TRAIN:
@@ -362,7 +362,10 @@ class Training:
         save_missing_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
-        """Run the stages before reinforcement learning that are not completed. Collective over the world."""
+        """Run the uncompleted stages of training that precede RL: SFT, preferences and reward models.
+
+        Collective over the world.
+        """
         # Iterate over completed stages, too: they increment the weight version, and an earlier job may have
         # ended before it deleted their checkpoints.
         plans = stage_plans(self.config)
@@ -601,9 +604,10 @@ class Training:
         return [evaluation_set for evaluation_set in self.sets if evaluation_set.name in deferred.sets]
 
     def _run_deferred_evaluation(self, log: MetricsLog | None) -> None:
-        """Run a deferred evaluation now, if there is one: no later step will overlap with it.
+        """Run the deferred evaluation immediately, if there is one.
 
-        Collective over the world.
+        A deferred evaluation runs concurrently with the next step. Call this method if no step follows, or if
+        a resumed run has restored a deferred evaluation. Collective over the world.
         """
         deferred = self.state.deferred
         self.state.deferred = None
@@ -619,7 +623,10 @@ class Training:
         return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._pop_first_sync_metrics())
 
     def _pop_first_sync_metrics(self) -> Metrics:
-        """Pop the metrics of the engine check's weight sync; later calls return empty metrics."""
+        """Return the metrics of the first weight sync in the first call, and empty metrics in later calls.
+
+        `check_engine` makes this sync before the first step.
+        """
         metrics = self._first_sync_metrics
         self._first_sync_metrics = Metrics()
         return metrics

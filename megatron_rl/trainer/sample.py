@@ -133,16 +133,18 @@ class RolloutSource:
         self.group_counts = (0, 0)
 
     def start_round(self, prompt_count: int, seed: int) -> PendingRound:
-        """Sample a round for a batch of ``prompt_count`` prompts on the rollout's ranks.
+        """Sample responses for a batch of ``prompt_count`` prompts on the rollout's ranks.
 
-        Returns immediately on other ranks. Collective over the rollout's ranks.
+        `finish_round` gathers the sampled tokens. All other ranks sample nothing and return immediately.
+        Collective over the rollout's ranks.
         """
         generation_round = self._make_next_round(prompt_count, seed)
         rollout = self.roles.rollout
         reward = self.roles.reward
 
-        # With token rounds, groups finish only at the gathers between rounds, so rewards cannot be computed
-        # during sampling.
+        # In a token round, every sequence gets at most `rollout.round_tokens` tokens; then the tokens of all
+        # replicas are gathered. Only the gather determines which groups are finished, so no rewards can be
+        # computed during sampling.
         on_finished = None
         if reward.has_functions and generation_round.token_round is None:
             on_finished = reward.start_early_rewards
@@ -157,10 +159,15 @@ class RolloutSource:
         return replace(pending, greedy=greedy)
 
     def finish_round(self, pending: PendingRound, replica_group: ReplicaGroup) -> SampledBatch:
-        """Gather a round and return the groups selected for the step. Collective over the replica group."""
+        """Gather the sampled tokens of all replicas and return the groups that the step trains on.
+
+        ``pending``: result of `start_round` on this rank. Collective over the replica group.
+        """
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, replica_group)
+
+        # With token rounds, no rewards are computed during sampling, see `start_round`.
         if generation_round.token_round is None:
             restore_early_rewards(
                 generation_round.groups,
@@ -213,11 +220,13 @@ class RolloutSource:
         return staleness_metrics(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return metrics of a generation round, which depend on `rollout.order`.
+        """Return metrics of the sampling in a step; their names depend on `rollout.order`.
 
-        The closed order has ``rollout/rounds``, the number of token rounds. The open order has no token
-        rounds. Its metrics are ``rollout/due``, the number of groups that had to finish in this round, and
-        ``rollout/complete``, the number of finished groups in the buffer.
+        With ``closed``, sequences are sampled in token rounds of `rollout.round_tokens` tokens each, and
+        ``rollout/rounds`` is the number of token rounds. With ``open``, sampling continues until the learners
+        wait and enough groups are finished. ``rollout/due`` is then the number of groups that had to finish
+        in this step, because they would be too old in the next. ``rollout/complete`` is the number of
+        finished groups in the buffer.
         """
         if generation_round.rendezvous is None:
             sequence_rounds = new_tokens.shard.values["round"]
@@ -229,9 +238,10 @@ class RolloutSource:
         })  # fmt: skip
 
     def _carry_over_or_restart(self) -> Metrics:
-        """Carry over the groups that were not selected, or restart their prompts; return their metrics.
+        """Carry over the groups that the step does not train on, or restart their prompts; return metrics.
 
-        Only `rollout.partial` carries groups over, because their next tokens come from newer weights.
+        With `rollout.partial`, the next step continues these groups with newer weights. Otherwise the groups
+        are discarded, and a later step samples new responses to their prompts.
         """
         # Restart groups without tokens, so that newer weights sample all of their tokens.
         unstarted_count = self.buffer.restart_unstarted()
@@ -251,7 +261,11 @@ class RolloutSource:
         })  # fmt: skip
 
     def _make_next_round(self, prompt_count: int, seed: int) -> GenerationRound:
-        """Make a round of the buffer's running groups, topped up with new groups to the in-flight limit."""
+        """Make a round of the buffer's running groups, topped up with new groups to the in-flight limit.
+
+        ``prompt_count``: number of groups in the training batch. It is also the in-flight limit, unless
+        `rollout.oversample` is set: the limit is then higher.
+        """
         version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
 
@@ -284,7 +298,9 @@ class RolloutSource:
                 updates_ahead=self._steps_ahead,
                 max_updates=self._max_staleness,
             )
-        # The closed order has token rounds; the open order ends at a rendezvous of the ranks.
+        # With `rollout.order: closed`, sampling ends after a token round (`rollout.round_tokens` tokens per
+        # sequence, then a gather) with enough finished groups. With ``open``, it ends at a rendezvous: all
+        # learners wait, and enough groups are finished.
         if rollout.order == CLOSED:
             return GenerationRound(
                 groups,
@@ -380,7 +396,10 @@ def make_complete_round(
     seed: int,
     version: int,
 ) -> GenerationRound:
-    """Make a round of new sequences for each prompt, which ends when every sequence is finished."""
+    """Make a generation round with new sequences for all prompts.
+
+    The round ends when every sequence of every prompt is finished.
+    """
     groups = start_groups(make_waiting_groups(prompts), samples_per_prompt, seed, version)
     return _make_round_of_all(groups, version)
 
@@ -402,9 +421,10 @@ def start_complete_round(
     seed: int,
     version: int,
 ) -> PendingRound:
-    """Sample complete sequences for each prompt on the rollout's ranks; see `make_complete_round`.
+    """Sample complete responses to all prompts on the rollout's ranks, ``samples_per_prompt`` for each.
 
-    Returns immediately on other ranks. Collective over the rollout's ranks.
+    `gather_complete_round` gathers the responses. All other ranks sample nothing and return immediately.
+    Collective over the rollout's ranks.
     """
     generation_round = make_complete_round(prompts, samples_per_prompt, seed, version)
     return PendingRound(generation_round, rollout.infer(generation_round))
@@ -413,9 +433,9 @@ def start_complete_round(
 def gather_complete_round(
     rollout: RolloutRole, pending: PendingRound, replica_group: ReplicaGroup
 ) -> Rollouts:
-    """Gather a round of `start_complete_round`; return its rows, grouped by prompt.
+    """Gather the responses that `start_complete_round` has sampled; return them, grouped by prompt.
 
-    Collective over the replica group.
+    ``pending``: result of `start_complete_round` on this rank. Collective over the replica group.
     """
     _gather_and_append(rollout, pending, replica_group)
     return drop_token_versions(to_rollouts(pending.generation_round.groups))
@@ -468,7 +488,8 @@ def refill_filtered_rows(
         rollouts = _replace_rows(rollouts, removed_rows, responses)
         num_refilled += len(removed_rows)
 
-        # Drop the filter results and early rewards of the replaced rows; retain them for the other rows.
+        # The replaced rows have new responses. Drop the filter results of their old responses, and the early
+        # rewards: rewards that were already computed during sampling.
         early_rewards[FILTERS] = filtered.verdicts(range(row_count))
         for scorer, result_by_row in early_rewards.items():
             early_rewards[scorer] = {

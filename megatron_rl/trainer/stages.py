@@ -250,9 +250,10 @@ def make_stage_end_action(plan: StagePlan, roles: Roles, config: RunConfig) -> C
 
 
 def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
-    """Load the model that the actor's stage wrote into the roles that start from it.
+    """Load the actor's newly trained weights into all roles that are initialised from them.
 
-    Collective over the world.
+    ``plan``: the completed training stage of the actor, such as SFT, whose model is in the folder
+    ``plan.model``. Collective over the world.
     """
     model_path_by_role = explicit_model_paths(config)
     completed_plans = [stage_plan for stage_plan in stage_plans(config) if stage_plan.has_ended]
@@ -261,7 +262,7 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
         # Skip roles that start from another model, and roles that another stage has trained since.
         if model_path_by_role.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
-        # This role shares the actor's model in memory, which the stage has trained.
+        # A role that shares the actor's model in memory already has the trained weights.
         if role.shares_model_with is not None:
             continue
 
@@ -276,10 +277,11 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
 
 
 def require_stage_models(config: RunConfig) -> None:
-    """Raise UserError if a resumed run needs the model of a completed stage and the model is missing.
+    """Raise UserError if a resumed run needs a stage's model and its folder does not exist.
 
-    A checkpoint contains the weights of actor and critic. The reference, trained reward models and the base
-    of the actor's adapters are loaded from the models in the run folder.
+    A stage is a training before RL, such as SFT. A checkpoint of the run contains only the weights of actor
+    and critic. The reference, trained reward models and the base weights of the actor's adapters are loaded
+    from the models that the stages wrote into the run folder.
     """
     for plan in stage_plans(config):
         # Frozen roles that start from the stage's model load it again, and adapters need it as their base.
@@ -290,6 +292,7 @@ def require_stage_models(config: RunConfig) -> None:
                 frozen_roles.append(section)
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
         is_needed = plan.role != "actor" or bool(frozen_roles) or is_base
+        # `has_ended` is true if the folder of the stage's model exists.
         if plan.has_ended or not is_needed:
             continue
 
@@ -366,9 +369,10 @@ def run_stage(stage: Stage, job: Job) -> None:
 
 
 def _export_stage_model(stage: Stage, job: Job) -> None:
-    """Write the stage's model, then merge its adapters into the weights in memory.
+    """Write the stage's model, without separate adapters, and merge its adapters in memory.
 
-    The written model has merged adapters, too. Collective over the role's ranks.
+    `export_model` writes merged weights without changing the model in memory. `merge_adapters` then makes the
+    weights in memory equal to the written weights. Collective over the role's ranks.
     """
     model = stage.role.model
     if model is None:

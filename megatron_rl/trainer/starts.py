@@ -32,7 +32,7 @@ _GIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: time, command line, code revisions, library versions and hardware.
+    """Record of one launch of a run: time, command line, code revisions, library versions and hardware.
 
     Example: ``Start("2026-08-01T10:00:00+00:00", "torchrun --nproc-per-node 4 -m megatron_rl train run.yaml",
     explicit=("model.path", "steps"))``.
@@ -64,11 +64,12 @@ class Start:
 def describe_current_start(
     versions: Mapping[str, str],
     hardware: Mapping[str, Any],
-    explicit: Sequence[str],
+    explicit_keys: Sequence[str],
 ) -> Start:
-    """Describe the start of this process: the current time, the command line and the code revisions.
+    """Return the record of this launch, with the current time, the command line and the code revisions.
 
-    The arguments are stored as the fields of the same names.
+    ``versions``: versions of Python and of libraries. ``hardware``: host, processor, cores, device and ranks.
+    ``explicit_keys``: configuration keys that the user has set.
     """
     return Start(
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -77,14 +78,14 @@ def describe_current_start(
         working_revision=git_revision(Path.cwd()),
         versions=versions,
         hardware=hardware,
-        explicit=tuple(explicit),
+        explicit=tuple(explicit_keys),
     )
 
 
 def write_start(folder: RunFolder, start: Start, *, resumed: bool) -> None:
-    """Append a start to ``starts.json`` of a run folder.
+    """Append the record of a launch to the run folder's ``starts.json``.
 
-    If the run is not ``resumed``, the file of the earlier run is renamed and a new file is written.
+    If ``resumed`` is False, an existing file is from an earlier run. It is renamed, and a new file begins.
     """
     if not resumed:
         set_aside(folder.starts)
@@ -94,8 +95,8 @@ def write_start(folder: RunFolder, start: Start, *, resumed: bool) -> None:
 
 
 def read_starts(folder: RunFolder) -> list[Start]:
-    """Return the starts of a run, oldest first, up to the first damaged entry of ``starts.json``."""
-    # The starts are only shown to the user: a missing or damaged file must not stop a run or its report.
+    """Return the records of a run's launches, oldest first, up to the first damaged record of the file."""
+    # The records are only shown to the user: a missing or damaged file must not stop a run or its report.
     starts: list[Start] = []
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for values in json.loads(folder.starts.read_text(encoding="utf-8")):

@@ -274,7 +274,7 @@ class Checkpoints:
         """Step and optimizer layout of the last checkpoint that this process started to save."""
         self._folder = folder
         assert settings.optimizer_layout is not None, "the configuration is resolved"
-        self._layout = settings.optimizer_layout
+        self._optimizer_layout = settings.optimizer_layout
         self._asynchronous = settings.asynchronous
         self._write = write
         self._pending: checkpoint.PendingCheckpoint | None = None
@@ -285,20 +285,22 @@ class Checkpoints:
 
         Collective over the world.
         """
-        self.save(step, self._layout, in_background=self._asynchronous)
+        self.save(step, self._optimizer_layout, in_background=self._asynchronous)
 
     def save_final(self, step: int) -> Path:
-        """Save the current step so that any layout can restore it; return the checkpoint's path.
+        """Save the current step so that every parallel layout can restore it; return the checkpoint's path.
 
         Collective over the world.
         """
-        # First save in the configured layout, unless this process has already saved the step.
-        if self.last_saved not in ((step, self._layout), (step, ANY)):
-            self.save(step, self._layout)
+        # First save the optimizer as `checkpoint.optimizer_layout` configures it, unless this process has
+        # already saved the step.
+        if self.last_saved not in ((step, self._optimizer_layout), (step, ANY)):
+            self.save(step, self._optimizer_layout)
         self.wait_for_pending()
 
-        # Optimizer shards without an index can only be restored with the same layout: save again with a
-        # gathered optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
+        # Optimizer shards without an index can only be restored with the same parallel layout: save again
+        # with gathered optimizer states (`ANY`). If this fails for lack of memory or time, the checkpoint
+        # above still exists.
         path = checkpoint_path(self._folder, step)
         if not compute_on_first_rank(lambda: fits_any_layout(read_meta(path))):
             self.save(step, ANY)
@@ -311,7 +313,7 @@ class Checkpoints:
         not `ANY`. ``path``: the restored checkpoint, or None. Collective over the world.
         """
         # The run can then resume on another layout at once: otherwise it would have to train a step first.
-        if path is None or self._layout != ANY or is_gathered(read_meta(path)):
+        if path is None or self._optimizer_layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)

@@ -190,7 +190,12 @@ class TensorBoard:
         _silence_writer_threads()
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """Open an event file for a phase; unless the run resumes, rename the files of an earlier run."""
+        """Open an event file for a phase, such as "train".
+
+        A new run (without ``resumed_step``) renames the folder with an earlier run's event files. A resumed
+        run continues in the same folder: TensorBoard ignores the steps after ``resumed_step`` in the existing
+        files. Existing files are renamed only if their names would sort after the name of the new file.
+        """
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events_folder = self._folder / phase

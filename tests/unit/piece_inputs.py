@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms.advantages import AdvantageInputs
-from megatron_rl.algorithms.ragged import last_masked_token
+from megatron_rl.algorithms.ragged import last_token_in_mask
 from megatron_rl.types import TrainBatch
 
 
@@ -45,7 +45,7 @@ def advantage_inputs(
     mask = torch.repeat_interleave(is_valid, sizes)
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
 
-    last_tokens = last_masked_token(mask, sizes)
+    last_tokens = last_token_in_mask(mask, sizes)
     # Rewards are on the last response token; rows without one have index -1.
     token_rewards[last_tokens[last_tokens >= 0]] = score[last_tokens >= 0]
     return AdvantageInputs(

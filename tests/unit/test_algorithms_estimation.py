@@ -25,7 +25,7 @@ from megatron_rl.algorithms.advantages import (
     Advantage,
     AdvantageInputs,
     Advantages,
-    outcome,
+    broadcast_row_advantages,
 )
 from megatron_rl.algorithms.aggregation import TokenSum
 from megatron_rl.algorithms.estimation import AlgorithmState, initial_state, next_state
@@ -354,7 +354,9 @@ class AboveMedian(Advantage):
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         medians = [inputs.rewards[inputs.group == group].median() for group in inputs.group]
-        return outcome(inputs, self.scale * (inputs.rewards - torch.stack(medians)).clamp(min=0))
+        return broadcast_row_advantages(
+            inputs, self.scale * (inputs.rewards - torch.stack(medians)).clamp(min=0)
+        )
 
 
 def raised(micro: TrainBatch, log_probs: torch.Tensor) -> TokenLoss:

@@ -28,8 +28,8 @@ COMPOSED = {
     "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
     "NoDistillation",
     "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo", "FunctionAdvantage",
-    "FunctionLoss", "validate_token_loss", "fields_of", "log_ratio", "minibatches", "outcome",
-    "with_loss_weights",
+    "FunctionLoss", "validate_token_loss", "fields_of", "log_ratio", "minibatches",
+    "broadcast_row_advantages", "with_loss_weights",
 }  # fmt: skip
 EXAMPLES = {"torch": torch, "advantage_inputs": advantage_inputs, "micro_batch": micro_batch}
 

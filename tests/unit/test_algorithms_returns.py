@@ -20,7 +20,7 @@ from megatron_rl.algorithms.advantages import (
 )
 from megatron_rl.algorithms.ragged import (
     discounted_sums,
-    last_masked_token,
+    last_token_in_mask,
     masked_row_means,
     row_maxima,
     row_sums,
@@ -59,7 +59,7 @@ def test_row_reductions(batch):
     for ms in batch.masks:
         last.append(max((start + t for t, m in enumerate(ms) if m), default=-1))
         start += len(ms)
-    assert last_masked_token(mask, lengths).tolist() == last
+    assert last_token_in_mask(mask, lengths).tolist() == last
 
 
 @quick

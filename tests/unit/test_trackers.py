@@ -23,7 +23,7 @@ from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
 from megatron_rl.trainer.trackers import TensorBoard, Trackers, describe_host
-from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
+from megatron_rl.versions import DISTRIBUTIONS_AFFECTING_RESULTS, installed_versions
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settings) -> Trackers:
     about = {
         "configuration": {"seed": 7},
-        "versions": installed_versions(NUMBERS_DEPEND_ON),
+        "versions": installed_versions(DISTRIBUTIONS_AFFECTING_RESULTS),
         "hardware": describe_host(),
     }
     return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, print_line=said.append)
