@@ -192,20 +192,20 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     return content
 
 
-def find_damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Verify the files ``names`` of a folder, and return a line such as ``a.pt is missing`` per damaged file.
+def describe_damaged_files(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Verify files of a folder; return one line for each damaged file, such as ``a.pt is missing``.
 
-    ``file_digests`` is the result of `read_digests`.
+    ``names`` are the files to verify. ``file_digests`` is the result of `read_digests`.
     """
     lines = []
     for name in names:
-        damage = _find_damage(folder / name, file_digests[name])
+        damage = _describe_damage(folder / name, file_digests[name])
         if damage is not None:
             lines.append(f"{name} {damage}")
     return lines
 
 
-def _find_damage(path: Path, expected_digest: str) -> str | None:
+def _describe_damage(path: Path, expected_digest: str) -> str | None:
     """Describe the damage of a file, such as ``is missing``; return None if it matches the digest."""
     try:
         # Compare the size first, which does not need to read the file.

@@ -5,9 +5,9 @@ edited the files. The run folder also documents the code that computed the rewar
 files that the configuration names, and the user's modules that these files import (`read_user_code`,
 `write_copy`). Data files that the code opens are not copied.
 
-A contained process is a restricted process for the user's code. It executes the copies of modules
+A sandboxed process is a restricted process for the user's code. It executes the copies of modules
 (`execute_copies`) under the original names and paths, so that tracebacks name the user's file, and the file
-can import further modules of its folder. Every contained process imports this module at its start, so this
+can import further modules of its folder. Every sandboxed process imports this module at its start, so this
 module must import quickly.
 """
 
@@ -38,14 +38,14 @@ _THIS_PACKAGE = "megatron_rl"
 _executed_copies: dict[str, bytes] = {}
 """Resolved path of a file -> copy of its content, which this process executes instead of the file."""
 _active_copies: dict[str, bytes] = {}
-"""Resolved path of a file -> copy of its content, for the contained processes that this process starts."""
+"""Resolved path of a file -> copy of its content, for the sandboxed processes that this process starts."""
 
 
 # Import
 
 
 class _CopyLoader(SourceFileLoader):
-    """Import loader that executes the copy of a module's file."""
+    """Import loader that executes the run's copy of a module's file instead of the file itself."""
 
     def get_data(self, path: str) -> bytes:
         """Return the copied content of the file at ``path``; read the file if there is no copy."""
@@ -54,23 +54,33 @@ class _CopyLoader(SourceFileLoader):
         return super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the copy without the bytecode cache: the file's .pyc may belong to another version."""
+        """Compile the run's copy of a module's file.
+
+        Does not use the bytecode cache: the user may have edited the file since the copy was made, and the
+        .pyc then belongs to the edited file.
+        """
         data = self.get_data(self.path)
 
-        # Let tracebacks show the lines of the copy, not of the file.
+        # Let tracebacks show the lines that are executed, not the lines of an edited file.
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         linecache.cache[self.path] = (len(data), None, lines, self.path)
         return self.source_to_code(data, self.path)
 
 
 class _CopyFinder:
-    """Import finder for modules that have a copy. It searches the same folders as Python's own finder."""
+    """Import finder for modules whose file has a copy from the start of the run.
+
+    It searches the same folders as Python's own finder.
+    """
 
     @staticmethod
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the import spec of a module that has a copy; None for other modules."""
+        """Return the import spec of a module, to load the run's copy of the module's file.
+
+        Returns None if the run has no copy of the file.
+        """
         name = fullname.rpartition(".")[2]
         if path is None:
             path = sys.path
@@ -235,12 +245,12 @@ def import_user_module(location: str, key: str) -> ModuleType:
 
 
 def active_copies() -> Mapping[str, bytes]:
-    """Return the copies that new contained processes will execute: a mapping from file path to content."""
+    """Return the copies that new sandboxed processes will execute: a mapping from file path to content."""
     return _active_copies
 
 
 def activate_copies(files: Mapping[str, bytes]) -> None:
-    """Set the copies that new contained processes will execute; ``files`` maps a file path to its content."""
+    """Set the copies that new sandboxed processes will execute; ``files`` maps a file path to its content."""
     _active_copies.clear()
     _active_copies.update(files)
 
@@ -274,14 +284,14 @@ def read_user_code(specs: Iterable[str]) -> dict[str, bytes]:
     return files
 
 
-def compute_copy_digest(files: Mapping[str, bytes]) -> str:
+def compute_files_digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the names and contents of files; ``files`` maps a path to the content."""
     digest = hashlib.sha256()
     for path in sorted(files):
-        name = _name_in_copy(path).encode("utf-8", "surrogateescape")
+        name = _path_in_copy(path).encode("utf-8", "surrogateescape")
         # Hash the lengths, too: without them, another split into name and content could have the same digest.
-        for content in (name, files[path]):
-            digest.update(len(content).to_bytes(8, "little") + content)
+        for field in (name, files[path]):
+            digest.update(len(field).to_bytes(8, "little") + field)
     return digest.hexdigest()
 
 
@@ -290,10 +300,10 @@ def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
 
     ``files`` maps the path of a file to the content.
     """
-    digest = compute_copy_digest(files)
+    digest = compute_files_digest(files)
     copy_folder = folder / digest[:16]
     for name, content in files.items():
-        path = copy_folder / _name_in_copy(name)
+        path = copy_folder / _path_in_copy(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
@@ -312,16 +322,17 @@ def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
     try:
         text = (copy_folder / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape")
         manifest = json.loads(text)
-        files = {name: (copy_folder / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
+        files = {name: (copy_folder / _path_in_copy(name)).read_bytes() for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return files if compute_copy_digest(files) == manifest.get("sha256") else None
+    return files if compute_files_digest(files) == manifest.get("sha256") else None
 
 
-def _name_in_copy(path: str) -> str:
-    """Return a file's path inside a copy.
+def _path_in_copy(path: str) -> str:
+    """Return the relative path of a file's copy in the run's folder of copied user code.
 
-    The path is relative to the current folder, or to ``/`` if the file is outside the current folder.
+    A file in the current folder keeps its path relative to that folder. For any other file, the leading ``/``
+    of its path is removed.
     """
     relative = os.path.relpath(path)
     return path.lstrip("/") if relative.startswith("..") else relative

@@ -359,8 +359,8 @@ def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind)
 
     # `UnknownName.below` contains the settings that the piece does have, as paths relative to its section.
     expected = f"a piece with it: {', '.join(pieces_with_setting)}"
-    if error.below:
-        known_settings = ", ".join(name.partition(".")[0] for name in error.below)
+    if error.section_keys:
+        known_settings = ", ".join(name.partition(".")[0] for name in error.section_keys)
         expected += f"; or one of {known_settings}"
     return UserError(
         f"`{error.path}` is not a setting of `{piece_name}`",

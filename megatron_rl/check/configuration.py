@@ -48,7 +48,7 @@ from megatron_rl.check.packages import (
     split_import_errors,
 )
 from megatron_rl.check.rehearsal import try_imports
-from megatron_rl.check.resume import resumed_build_errors
+from megatron_rl.check.resume import checkpoint_mismatch_errors
 from megatron_rl.check.sizes import (
     check_checkpoint,
     check_layout,
@@ -246,8 +246,8 @@ def check_file(
 ) -> CheckReport:
     """Load and check a configuration file; raise UserErrors if the file cannot be read.
 
-    ``overrides`` have the form ``key=value``. ``on_other_machines`` is the argument ``elsewhere`` of
-    `check_config`, which describes the other arguments.
+    ``overrides`` have the form ``key=value``. ``on_other_machines``: whether the run will be on other
+    machines than this one. `check_config` describes the other arguments.
     """
     loaded = load(Path(path), overrides, with_weights=training)
 
@@ -262,10 +262,11 @@ def check_file(
             shipped_models = folder
             break
 
-    # Only rank 0 of a job starts the process that validates Megatron's settings.
-    trial_timeout = 0.0
+    # Megatron validates its settings in a separate process, which takes seconds. Start it only on rank 0 of a
+    # job: with the time limit 0, `check_config` skips this validation.
+    validation_timeout = 0.0
     if process_rank() == 0:
-        trial_timeout = RUN_TRIAL_TIMEOUT if training else TRIAL_TIMEOUT
+        validation_timeout = RUN_TRIAL_TIMEOUT if training else TRIAL_TIMEOUT
 
     return check_config(
         loaded,
@@ -274,7 +275,7 @@ def check_file(
         without_files=without_files,
         elsewhere=on_other_machines,
         shipped_models=shipped_models,
-        patience=trial_timeout,
+        patience=validation_timeout,
     )
 
 
@@ -345,7 +346,7 @@ def check_config(
         check.add_invalidating_errors(check_engine_arguments(config.rollout.vllm))
     check.add_invalidating_errors(check_path_lengths(config))
     if not training:  # the run itself imports this code
-        check.add_invalidating_errors(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
+        check.add_invalidating_errors(try_imports(_user_code_paths(check), keys_not_imported=_PROVIDER_KEYS))
 
     # At the start of a run every rank checks, so only the check before the run sends requests to servers.
     files = FileFindings(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
@@ -439,7 +440,7 @@ def _check_with_inputs(
 
     # The checkpoint to resume from, the distillation, and loggers.
     if check.is_valid("checkpoint.resume", "run_dir"):
-        check.add_errors(resumed_build_errors(config, layouts, inputs.shape, algorithm))
+        check.add_errors(checkpoint_mismatch_errors(config, layouts, inputs.shape, algorithm))
     if algorithm is not None and inputs.shape is not None:
         check.add_errors(check_top_tokens(algorithm, inputs.shape))
     check.add_errors(logging_errors(config))
@@ -711,9 +712,9 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
 
-    # Write the pieces of the algorithm, such as its loss, into the configuration. But for a run on other
-    # machines, a user's loss that this machine cannot import is only a warning. ``algorithm`` then has the
-    # default loss in its place, which must not be written.
+    # Write the algorithm's components, such as its loss, into the configuration. Skip this if the run will be
+    # on other machines and a component from the user's code, such as a loss, cannot be imported on this
+    # machine: ``algorithm`` then contains the default loss instead.
     piece_reasons: dict[str, str] = {}
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.on_other_machines):

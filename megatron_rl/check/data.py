@@ -219,8 +219,12 @@ class ReadBudget:
     remaining: int = field(default_factory=lambda: FULLY_READ_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Reserve the bytes of a data set's files; return how many to read, or None to read all of them."""
-        # Tables are compressed and decode slowly: multiply their bytes by the ratio of the two budgets.
+        """Take the size of a data set's files from the budget.
+
+        Returns the number of bytes to read, or None if the budget suffices to read the files completely.
+        """
+        # The budget counts bytes of JSON lines. Reading FULLY_READ_TABLE_BYTES of a table, which may be
+        # compressed, takes as long as reading FULLY_READ_BYTES of JSON lines, so scale the size of a table.
         weighted_bytes = 0
         for file in files:
             file_bytes = _count_bytes_on_disk(file)
@@ -511,14 +515,14 @@ class TokenCounter:
         return ConversationRenderer(self.renderer, end_texts)
 
     @cached_property
-    def framing_tokens(self) -> set[str]:
+    def chat_template_tokens(self) -> set[str]:
         """Return the texts of the special tokens that the chat template writes around messages."""
         if self.tokenizer is None:
             return set()
         return template_tokens(self.renderer, added_token_texts(self.tokenizer).values())
 
     @cached_property
-    def thoughts_end_tag(self) -> str | None:
+    def reasoning_end_tag(self) -> str | None:
         """Return the tag that closes a reasoning block, such as ``</think>``, if rendered prompts open one.
 
         Returns None for prompts without an opening tag.
@@ -602,17 +606,19 @@ class TokenCounter:
                 yield mismatch
             end_texts = self.conversation_renderer.end_texts
 
-        # Reasoning models: a prompt that opens thoughts needs responses that close them.
-        if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:
+        # Reasoning models: if the prompt opens a reasoning block, each response must close the block.
+        if data_set.response_fields and uses_template and self.reasoning_end_tag is not None:
             warning = unclosed_reasoning_warning(
-                records, data_set.response_fields, data, self.thoughts_end_tag, data_set.key
+                records, data_set.response_fields, data, self.reasoning_end_tag, data_set.key
             )
             if warning is not None:
                 yield warning
 
         with suppress(UserError):  # `_count_tokens` reports a record that the template refuses
             texts = render_prompts(records, data, data_set.key, self.renderer)
-            yield from prompt_warnings(records, texts, data, data_set.key, end_texts, self.framing_tokens)
+            yield from prompt_warnings(
+                records, texts, data, data_set.key, end_texts, self.chat_template_tokens
+            )
             if data_set.response_fields:
                 yield from response_warnings(
                     records,
@@ -646,8 +652,8 @@ class TokenCounter:
                 rows = self._render_rows(record, data_set)
                 rows_by_index[index] = rows
 
-                # After another error, test only empty prompts: the error may be a broken tokenizer, which
-                # returns no tokens for any prompt.
+                # Once `files` has an error, the tokenizer may be broken and return no tokens for any prompt.
+                # Then require tokens only of a prompt whose text is empty.
                 if not record.values[data_set.data_config.prompt_field] or not files.errors:
                     first_row = rows[0]
                     self._require_tokens(first_row[0], record, data_set)
@@ -691,11 +697,12 @@ class TokenCounter:
         """Return the texts of a record's rows; raise UserError if the template cannot render the record.
 
         Each response is one row: the texts of the prompt, followed by the texts of the response. A record
-        without responses has one row, the prompt. Without a chat template, the texts are the contents of the
-        messages.
+        without responses has one row, the prompt.
         """
         data = data_set.data_config
         if self.renderer is None and uses_chat_template(record, data):
+            # The record needs a chat template, but the model has none. The check of the tokenizer reports
+            # this, so count only the contents of the messages here.
             prompt = message_texts(prompt_messages(record, data))
             responses = [message_texts(record.values[name]) for name in data_set.response_fields]
         else:

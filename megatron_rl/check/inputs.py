@@ -40,10 +40,10 @@ from megatron_rl.check.rewards import (
     check_reward,
     check_servers,
     check_teacher_server,
-    contained_code_limits,
     evaluation_set_errors,
     filter_errors,
     function_loading_errors,
+    sandbox_limits,
     unresponsive_server_warnings,
     unresponsive_teacher_warnings,
 )
@@ -180,8 +180,8 @@ def check_inputs(inputs: Inputs) -> None:
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_loading_errors(config))
 
-    # Contained code, the environment, and redacted secrets that were copied from a run folder.
-    _check_containment(inputs)
+    # Sandboxed code, the environment, and redacted secrets that were copied from a run folder.
+    _check_sandbox_limits(inputs)
     _check_environment(inputs)
     inputs.errors.extend(check_not_redacted("rollout.vllm", config.rollout.vllm))
 
@@ -215,7 +215,8 @@ def _check_models(inputs: Inputs) -> None:
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
-        # For a named model, such as a reward model, an invalid name is reported with the section as the key.
+        # The user chooses the name of a reward model: NAME in `reward.models.NAME`. If NAME is invalid, the
+        # error has the key `reward.models.NAME`, so test this key.
         key = f"{section}.path"
         if spec_at(section).named:
             key = section
@@ -305,10 +306,10 @@ def _check_reward(inputs: Inputs) -> None:
         inputs.warnings.extend(unresponsive_teacher_warnings(inputs.config.teacher_server))
 
 
-def _check_containment(inputs: Inputs) -> None:
-    """Check the limits of contained code, and warn about limits that the kernel does not enforce."""
+def _check_sandbox_limits(inputs: Inputs) -> None:
+    """Check the limits of sandboxed code, and warn about limits that the kernel does not enforce."""
     limits_by_key: dict[str, LimitsConfig] = {}
-    for key, limits in contained_code_limits(inputs.config).items():
+    for key, limits in sandbox_limits(inputs.config).items():
         if inputs.is_valid(key):
             limits_by_key[key] = limits
 
@@ -317,7 +318,8 @@ def _check_containment(inputs: Inputs) -> None:
         errors.extend(check_limits(key, limits, inputs.files))
     inputs.errors.extend(errors)
 
-    # A run reports the unenforced limits of its own contained processes.
+    # Warn only before a run, and only if files must exist. During the run, each sandboxed process reports the
+    # limits that the kernel does not enforce.
     if inputs.before_run and not inputs.files.allow_missing and not errors:
         inputs.warnings.extend(check_enforcement(limits_by_key))
 
@@ -434,7 +436,8 @@ def _output_layer_errors(model: PretrainedModel, key: str, config: RunConfig) ->
     section = key.removesuffix(".path")
     family = model.family
 
-    # A policy needs logits over tokens, a reward model that is not trained needs its scalar head.
+    # A policy must have logits over tokens. A reward model must have a scalar head. Exception: a reward model
+    # that this configuration trains may start from a policy.
     if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
         if model.shape.scalar_head:
             yield UserError(

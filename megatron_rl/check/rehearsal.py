@@ -1,10 +1,10 @@
-"""Trial import of the user's code in contained processes, before `check` imports it in its own process.
+"""Trial import of the user's code in sandboxed processes, before `check` imports it in its own process.
 
 A loss, an engine or a model provider runs inside the training processes, so `check` imports it too. A module
 that exits its process, or whose import never returns, would end or block `check`; here it becomes one error
 of the report.
 
-The contained processes import this module, so it imports none of the other rules: that would add to the
+The sandboxed processes import this module, so it imports none of the other rules: that would add to the
 start-up time of each process.
 """
 
@@ -40,26 +40,30 @@ _LIMITS = {
 """Limits that restrict nothing: the code must load as in a training process, which has no limits."""
 
 _MAX_PROCESSES = 8
-"""Largest number of concurrent contained processes; few configurations name more functions and classes."""
+"""Largest number of concurrent sandboxed processes; few configurations name more functions and classes."""
 
 
 class _ImportFailure(LoadFailed):
     """Error of a failed import; ``process_failed`` is true if the process exited or timed out."""
 
-    process_failed = True
+    def __init__(self, reason: str, details: str, *, process_failed: bool) -> None:
+        super().__init__(reason, details)
+        self.process_failed = process_failed
 
 
-def try_imports(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ...] = ()) -> list[UserError]:
+def try_imports(
+    object_paths: Mapping[str, str], *, keys_not_imported: tuple[str, ...] = ()
+) -> list[UserError]:
     """Import each function or class of the user in a separate process; return the import errors.
 
     ``object_paths`` maps configuration keys to the objects that they name: ``file.py:Name`` or
     ``module:Name``.
 
-    An import that ends its process, or never finishes, is an error. An import that raises is an error only
-    for the keys in ``reported_keys``: `check` imports the code of the other keys itself, and reports the
-    exception.
+    If an import ends its process or never finishes, it is an error. If an import raises an exception, it is
+    an error only for a key in ``keys_not_imported``. For any other key, `check` later imports the object
+    itself and reports the exception.
     """
-    # A name without a colon belongs to this package and needs no trial.
+    # A name without a colon belongs to this package and need not be tested.
     user_paths = {key: object_path for key, object_path in object_paths.items() if ":" in object_path}
     if not user_paths:
         return []
@@ -69,19 +73,19 @@ def try_imports(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ..
 
     errors: list[UserError] = []
     for (key, object_path), failure in zip(user_paths.items(), failures, strict=True):
-        if failure is not None and (failure.process_failed or key in reported_keys):
+        if failure is not None and (failure.process_failed or key in keys_not_imported):
             expected = "file.py:Name or module:Name that can be imported"
             errors.append(failure.as_error(object_path, key, expected))
     return errors
 
 
 def _try_import(object_path: str) -> _ImportFailure | None:
-    """Import ``object_path`` in a contained process; return the failure, or None if the import succeeds."""
+    """Import ``object_path`` in a sandboxed process; return the failure, or None if the import succeeds."""
     process = ContainedProcess("megatron_rl.check.rehearsal:serve_import", _LIMITS, object_path)
     try:
         reply = process.load(object_path)
     except LoadFailed as error:
-        return _ImportFailure(error.reason, error.details)
+        return _ImportFailure(error.reason, error.details, process_failed=True)
     finally:
         process.kill()
 
@@ -89,17 +93,16 @@ def _try_import(object_path: str) -> _ImportFailure | None:
         return None
     reason = escape_unprintable(str(reply["raised"]))
     details = escape_unprintable(str(reply.get("text", "")))
-    failure = _ImportFailure(reason, details)
-    failure.process_failed = False
-    return failure
+    return _ImportFailure(reason, details, process_failed=False)
 
 
 def serve_import(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
-    """Import the requested object in this contained process, and reply whether the import raised.
+    """Import the requested object in this sandboxed process, and reply whether the import raised.
 
     The signature is the same for all serving functions. ``limits`` and ``unenforced`` are not used here.
     """
-    # Use the trainer's search path, and the copies of user code that a run keeps.
+    # Use the trainer's search path, and its copies of the user's files (`megatron_rl.user_code`) if it has
+    # any.
     module_sources, object_path = requests.read()
     set_module_sources(module_sources)
     module, _, name = object_path.rpartition(":")

@@ -36,8 +36,8 @@ _DAMAGED_META = (KeyError, TypeError, AttributeError)
 """Exceptions that reading a meta.json raises if it lacks entries or has malformed entries."""
 
 
-class _SavedLearners(NamedTuple):
-    """Checkpoint to resume from, and the optimizer settings of the roles that the checkpoint must contain."""
+class _ResumedCheckpoint(NamedTuple):
+    """Checkpoint to resume from, and the optimizer settings of the trained roles that it must contain."""
 
     checkpoint: Path
     optimizers: dict[str, OptimizerConfig]
@@ -122,13 +122,13 @@ def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | N
     return True, None
 
 
-def resumed_build_errors(
+def checkpoint_mismatch_errors(
     config: RunConfig,
     layouts: Mapping[str, ParallelLayout],
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks or has with different settings.
+    """Return the errors for trained roles that the resumed checkpoint lacks or has with different settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and its optimizer shards must fit ``layouts``.
     Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.
@@ -142,7 +142,7 @@ def resumed_build_errors(
     adapters = adapters_of(config)
 
     errors: list[UserError] = []
-    for checkpoint, optimizers in _saved_learners(config, algorithm):
+    for checkpoint, optimizers in _checkpoints_to_resume(config, algorithm):
         try:
             meta = read_meta(checkpoint)
         except UserError:
@@ -155,8 +155,8 @@ def resumed_build_errors(
                 if role in layouts:
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
 
-                build = _learner_build(config.model.dtype, optimizer, adapters.get(name))
-                require_same_properties(checkpoint, name, meta["roles"][name], build)
+                properties = _role_properties(config.model.dtype, optimizer, adapters.get(name))
+                require_same_properties(checkpoint, name, meta["roles"][name], properties)
         except UserError as error:
             errors.append(error)
         except _DAMAGED_META:
@@ -164,11 +164,12 @@ def resumed_build_errors(
     return errors
 
 
-def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
-    """Yield the checkpoints to resume from, with the optimizers of their roles.
+def _checkpoints_to_resume(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_ResumedCheckpoint]:
+    """Yield the checkpoints to resume from, with the optimizer settings of their roles.
 
-    If reinforcement learning has a checkpoint, only this checkpoint is yielded. Otherwise the newest
-    checkpoint of each pending stage is yielded.
+    A training job consists of stages, such as supervised fine-tuning, and of reinforcement learning after
+    them. If there is a checkpoint of the reinforcement learning, only this checkpoint is yielded. Otherwise
+    the newest checkpoint of each unfinished stage is yielded.
     """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
@@ -184,26 +185,26 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
                     optimizers[path] = section.optimizer
 
             # Stages do not run again once reinforcement learning has started.
-            yield _SavedLearners(checkpoint, optimizers)
+            yield _ResumedCheckpoint(checkpoint, optimizers)
             return
 
     for plan in pending_stages(config):
         checkpoint = latest_checkpoint(folder.stage_checkpoints(plan.name))
         if checkpoint is not None:
-            yield _SavedLearners(checkpoint, {plan.role: plan.settings.optimizer})
+            yield _ResumedCheckpoint(checkpoint, {plan.role: plan.settings.optimizer})
 
 
-def _learner_build(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
-    """Return the build settings of a trained role as in meta.json: optimizer, dtype and adapters.
+def _role_properties(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
+    """Return optimizer, dtype and adapters of a trained role, in the form of a checkpoint's meta.json.
 
     Adapters whose alpha or targets are not derived yet are omitted.
     """
-    build: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
         "dtype": dtype,
     }
     if lora is None:
-        build["adapters"] = None
+        properties["adapters"] = None
     elif lora.alpha is not None and lora.targets is not None:
-        build["adapters"] = format_adapters(lora.rank, lora.alpha, lora.targets)
-    return build
+        properties["adapters"] = format_adapters(lora.rank, lora.alpha, lora.targets)
+    return properties

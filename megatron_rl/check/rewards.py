@@ -1,9 +1,9 @@
-"""Rules on the sources of rewards: functions and servers, evaluation, and the limits of contained code.
+"""Rules on the sources of rewards: functions and servers, evaluation, and the limits of sandboxed code.
 
 The source of a user's function is first parsed, without importing it: the file must exist, be valid Python
 and define the function, and the parameters must match the call.
 
-Then each function that computes rewards is loaded as in a run, in a contained process: a module that raises,
+Then each function that computes rewards is loaded as in a run, in a sandboxed process: a module that raises,
 exits or never returns on import becomes one error of the report. Parsing comes first because it needs no
 process, and its errors have the function's line.
 
@@ -54,7 +54,7 @@ RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 _EXPECTED_SPEC = "module:function, or path/to/file.py:function"
 
 _MAX_PROCESSES = 8
-"""Largest number of concurrent contained processes; few configurations name more functions."""
+"""Largest number of concurrent sandboxed processes; few configurations name more functions."""
 
 _AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -118,8 +118,8 @@ def check_reward(config: RunConfig) -> list[UserError]:
 def filter_errors(config: RunConfig) -> list[UserError]:
     """Return the errors for the settings in `rollout.filters`.
 
-    Checks the user's filter function, a minimum length above the longest response, and ``refill``, which
-    samples removed responses again.
+    There are errors for an invalid filter function, for ``min_tokens`` above the longest response, and for
+    settings that cannot be combined with ``refill`` (which samples removed responses again).
     """
     filters = config.rollout.filters
     errors: list[UserError] = []
@@ -387,11 +387,14 @@ def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_na
     return ", or ".join(fixes)
 
 
-class _ContainedFunction(NamedTuple):
-    """Function that `check` loads in a contained process, and the settings of the process."""
+class _SandboxedFunction(NamedTuple):
+    """User function that runs in a sandboxed process: a reward function, a filter, or part of a judge."""
 
     config: RewardConfig
-    """The function as ``config.function``, with its arguments, and the limits of the process."""
+    """The function as ``config.function`` with its arguments, and ``config.limits`` of the process.
+
+    A filter or a part of a judge has this form too, though it computes no rewards.
+    """
     key: str
     """The key that names the function."""
     returns_text: bool = False
@@ -402,7 +405,7 @@ class _ContainedFunction(NamedTuple):
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def try_loading(self) -> list[UserError]:
-        """Load the function in a contained process as in a run, and return the errors."""
+        """Load the function in a sandboxed process as in a run, and return the errors."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
@@ -413,14 +416,14 @@ class _ContainedFunction(NamedTuple):
 
 
 def function_loading_errors(config: RunConfig) -> list[UserError]:
-    """Load reward and evaluation functions in contained processes, and return the errors.
+    """Load reward and evaluation functions in sandboxed processes, and return the errors.
 
     A function whose source has errors is not loaded.
     """
     # Other rules, such as `check_reward`, report the errors of a function's source. The functions of this
     # package are not loaded here, since its tests cover their import.
-    functions: list[_ContainedFunction] = []
-    for function in _contained_functions(config):
+    functions: list[_SandboxedFunction] = []
+    for function in _sandboxed_functions(config):
         is_own_function = (function.config.function or "").startswith("megatron_rl.")
         if not is_own_function and not function.source_errors():
             functions.append(function)
@@ -431,34 +434,38 @@ def function_loading_errors(config: RunConfig) -> list[UserError]:
     # Load each function in a separate process, since an import may have side effects on later imports.
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for function_errors in pool.map(_ContainedFunction.try_loading, functions):
+        for function_errors in pool.map(_SandboxedFunction.try_loading, functions):
             errors.extend(function_errors)
     return errors
 
 
-def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
-    """Yield the functions that run in contained processes: of reward, filters, evaluation and judge."""
+def _sandboxed_functions(config: RunConfig) -> Iterator[_SandboxedFunction]:
+    """Yield the user's functions that run in sandboxed processes.
+
+    They are reward functions, the response filter, functions of evaluation sets, and the parser and template
+    of an LLM judge.
+    """
     # One process is enough to load a function.
     reward = replace(config.reward, workers=1)
     for key, function in config.reward_functions.items():
-        yield _ContainedFunction(replace(reward, function=function), key)
+        yield _SandboxedFunction(replace(reward, function=function), key)
 
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _ContainedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
+        yield _SandboxedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.user_functions().items():
-            yield _ContainedFunction(reward.with_function(function), f"evaluation.sets.{name}.{key}")
+            yield _SandboxedFunction(reward.with_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 
     # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
-    yield _ContainedFunction(parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False)
+    yield _SandboxedFunction(parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False)
     if is_function_path(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
-        yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
+        yield _SandboxedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
 RESPONSE_SECONDS = 2.0
@@ -795,11 +802,11 @@ def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
-"""Folders that contained code may never read as a whole: they expose other processes and every device."""
+"""Folders that sandboxed code may never read as a whole: they expose other processes and every device."""
 
 
-def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
-    """Return the limits of the user's code that runs in contained processes: key of the limits -> limits."""
+def sandbox_limits(config: RunConfig) -> dict[str, LimitsConfig]:
+    """Return the resource limits of user code in sandboxed processes: configuration key -> limits."""
     if config.job != TRAIN:
         return {}
 
@@ -819,7 +826,7 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
 
 
 def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:
-    """Yield the errors for paths and environment variables in the limits of contained code.
+    """Yield the errors for paths and environment variables in the limits of sandboxed code.
 
     ``section`` is the key of the limits. Paths that do not exist are added to ``files``.
     """
@@ -852,9 +859,9 @@ def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Ite
 def check_enforcement(limits_by_key: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """Yield warnings about limits that this machine's kernel does not enforce.
 
-    ``limits_by_key`` maps configuration keys to sections of limits. A contained process is started with the
-    limits of each section, and reports the limits that are not in force. Sections with equal reports share
-    one warning.
+    ``limits_by_key`` maps a configuration key, such as ``reward.limits``, to its limits. For each key, a
+    sandboxed process is started with the limits, and reports the limits that the kernel does not enforce. If
+    two keys have the same report, only the first key gets a warning.
     """
     reports: set[str] = set()
     for key, limits in limits_by_key.items():
@@ -863,7 +870,7 @@ def check_enforcement(limits_by_key: Mapping[str, LimitsConfig]) -> Iterator[Use
         try:
             unenforced = unenforced_protections(settings)
         except LoadFailed as error:
-            unenforced = [f"no contained process can be started ({error.reason})"]
+            unenforced = [f"no sandboxed process can be started ({error.reason})"]
 
         report = "\n".join(unenforced)
         if not report or report in reports:
@@ -871,7 +878,7 @@ def check_enforcement(limits_by_key: Mapping[str, LimitsConfig]) -> Iterator[Use
 
         reports.add(report)
         yield UserError(
-            "the code of the run is not contained in full on this machine",
+            "this machine cannot enforce all limits on the user's code",
             where=key,
             expected="a kernel that gives a process namespaces, Landlock and seccomp",
             got=report,

@@ -230,7 +230,8 @@ def check_checkpoint(
     if required_gib <= host_gib:
         return
 
-    # Suggest the sharded layout only where it would fit.
+    # With the layout `ANY`, every rank gathers the complete optimizer states in host memory. With `SAME`,
+    # each rank writes only its own shards. Suggest `SAME` only if it fits.
     sharded_gib = memory.host_bytes(SAME) / _GIB
     fix = "use more nodes"
     if layout == ANY and sharded_gib <= host_gib:

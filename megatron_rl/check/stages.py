@@ -21,12 +21,16 @@ SMOOTHED_LOSSES = ("sigmoid", "robust")
 
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for the settings of stages, and for a job without the stage or the data it needs."""
-    # A single-stage job needs its stage, and `train` needs data for reinforcement learning.
+    """Yield the errors for the settings of stages, and for a job without the stage or the data it needs.
+
+    A stage is a training phase before reinforcement learning, such as supervised fine-tuning.
+    """
+    # The job `sft`, `prefer` or `reward-model` runs one stage alone, whose section must be configured. The
+    # job `train` runs all stages and then reinforcement learning, which needs data.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
     elif not config.data.has_prompts:
-        yield from _stages_alone_errors(config)
+        yield from _missing_rl_data_errors(config)
     for plan in stage_plans(config):
         yield from _stage_errors(config, plan)
 
@@ -81,7 +85,10 @@ def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
 
 
 def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for a single-stage job: a stage that is not configured, or a checkpoint to resume."""
+    """Yield the errors for a job that runs one stage alone, such as `sft`.
+
+    The section of the stage must be configured, and the job cannot resume from an explicit checkpoint.
+    """
     if not stage_plans(config):
         section = SECTIONS[config.job]
         file_name = "pairs"
@@ -96,7 +103,8 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
             fix=f"for example {example_section}.data=data/{file_name}.jsonl, {example_section}.epochs=1",
         )
 
-    # A stage resumes from its own folder: a path would name a checkpoint of reinforcement learning.
+    # A stage resumes only from its own checkpoints in the run folder. If `checkpoint.resume` is a path, it is
+    # the path of a checkpoint of reinforcement learning.
     if config.checkpoint.resume not in ("auto", "never"):
         yield UserError(
             "a stage resumes from its own checkpoints in the run folder",
@@ -107,8 +115,11 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for `train` with stages but without data for reinforcement learning."""
+def _missing_rl_data_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error for the job `train` if it has stages, but no data for reinforcement learning.
+
+    A stage is a training phase before reinforcement learning, such as supervised fine-tuning.
+    """
     plans = stage_plans(config)
     for job, section in SECTIONS.items():
         prefix = section.partition(".NAME")[0]
@@ -177,19 +188,24 @@ def unused_setting_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[UserError]:
-    """Yield the errors for stages whose rows may be longer than the model's positions or a micro-batch."""
+    """Yield the errors for stages whose rows may be longer than the model's positions or a micro-batch.
+
+    A stage is a training phase before reinforcement learning, such as supervised fine-tuning.
+    """
     limits: dict[str, int | None] = {}
     if shape is not None:
         limits["the model's positions"] = shape.max_positions
     limits["batch.tokens_per_microbatch"] = config.batch.tokens_per_microbatch
 
     for plan in stage_plans(config):
-        # A job of one stage uses the row limit of reinforcement learning unless the stage sets its own.
+        # If a stage has no limit of its own, its rows may be as long as the rows of reinforcement learning.
+        # For the job `train`, `check_lengths` and `check_microbatch_budget` test that length. A job that runs
+        # one stage alone has only the test here.
         row_tokens = plan.settings.max_row_tokens
         if row_tokens is None and config.job != TRAIN:
             row_tokens = longest_row(config)
         if row_tokens is None:
-            continue  # the limit is the longest row of reinforcement learning, which other rules check
+            continue
         for limit_name, limit in limits.items():
             if limit is not None and row_tokens > limit:
                 yield UserError(

@@ -118,16 +118,15 @@ class _UnknownSetting:
         """Return "section" for a section and "name" for a setting, for error texts."""
         return "section" if isinstance(self.value, dict) else "name"
 
-    def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
-        """Return an error about this setting.
+    def as_error(self, message: str, expected: str, fix: str, got_suffix: str = "") -> UserError:
+        """Return an error about this setting; ``got_suffix`` is a text to append to its field ``got``.
 
-        ``source`` names the project that uses the name, such as ", a name of verl"; it is appended to
-        ``got``.
+        For example, the suffix ``, a name of verl`` names the project that uses the unknown name.
         """
         name = self.path
         if name == self.error.path:
             name = self.error.key
-        got = f"`{name}: {_format_short_value(self.value)}`{source}"
+        got = f"`{name}: {_format_short_value(self.value)}`{got_suffix}"
         return UserError(message, where=self.location, expected=expected, got=got, fix=fix)
 
 
@@ -145,16 +144,16 @@ class _Replacement:
 
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
-    """Return the errors with suggestions that replace one `UnknownName` error."""
+    """Return the errors that replace one `UnknownName` error; they suggest a valid name if there is one."""
     section_names = _split_section_path(tree, error.section)
     setting = _UnknownSetting(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
-        return _section_errors(setting)
-    return [_value_error(setting)]
+        return _unknown_section_errors(setting)
+    return [_unknown_setting_error(setting)]
 
 
-def _value_error(setting: _UnknownSetting) -> UserError:
-    """Return the error for a setting with an unknown name."""
+def _unknown_setting_error(setting: _UnknownSetting) -> UserError:
+    """Return the error for a setting with an unknown name; suggest a valid name if there is one."""
     if "." in setting.error.key and setting.path in value_paths(RunConfig):
         *sections, name = setting.path.split(".")
         parent_lines = " ".join(f"{section}:" for section in sections)
@@ -166,33 +165,33 @@ def _value_error(setting: _UnknownSetting) -> UserError:
 
     counterpart = _find_counterpart(setting)
     if counterpart is None:
-        guess_error = _guess_error(setting)
-        if guess_error is not None:
-            return guess_error
-        return _absent_error(setting)
+        similar_name_error = _similar_name_error(setting)
+        if similar_name_error is not None:
+            return similar_name_error
+        return _no_suggestion_error(setting)
     if counterpart.ours is None:
-        return _absent_error(setting, counterpart.reason)
+        return _no_suggestion_error(setting, counterpart.reason)
     return _renamed_error(setting, counterpart, counterpart.ours)
 
 
-def _section_errors(setting: _UnknownSetting) -> list[UserError]:
+def _unknown_section_errors(setting: _UnknownSetting) -> list[UserError]:
     """Return the errors for an unknown section: one for the section, or one for each setting in it."""
     error = setting.error
 
-    # The section itself may be another project's name for one of our sections.
+    # The name of the section may be another project's name for one of our sections (`counterpart.ours`).
     counterpart = _find_counterpart(setting)
     if counterpart is not None:
         if counterpart.ours is None:
-            return [_absent_error(setting, counterpart.reason)]
+            return [_no_suggestion_error(setting, counterpart.reason)]
         if not _try_replacement(setting, counterpart.ours, setting.value).problems:
             return [_renamed_error(setting, counterpart, counterpart.ours)]
 
-    # It may also be a misspelling of one of our sections.
-    guess_error = _guess_error(setting)
-    if guess_error is not None:
-        return [guess_error]
+    # The name of the section may also be a misspelling.
+    similar_name_error = _similar_name_error(setting)
+    if similar_name_error is not None:
+        return [similar_name_error]
 
-    # Otherwise suggest a key for each setting in the section, if a known key has its name.
+    # Otherwise look at each setting in the section: if a valid key has the same name, suggest this key.
     errors: list[UserError] = []
     unmatched_paths: list[str] = []
     for names, value in _iterate_leaves(setting.value, ()):
@@ -236,7 +235,7 @@ def _nested_error(setting: _UnknownSetting) -> UserError | None:
     counterpart = _find_counterpart(setting)
     if counterpart is not None:
         if counterpart.ours is None:
-            return _absent_error(setting, counterpart.reason)
+            return _no_suggestion_error(setting, counterpart.reason)
         return _renamed_error(setting, counterpart, counterpart.ours)
     candidates = (
         *_pass_through_keys(setting),
@@ -251,7 +250,8 @@ def _nested_error(setting: _UnknownSetting) -> UserError | None:
 def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: str) -> UserError:
     """Return the error for a setting with another project's name, or with a former name of ours.
 
-    ``our_key`` is the current key of the setting.
+    ``our_key`` is the valid key. Its value may have to be converted (`OtherName.conversion`). If the key is a
+    setting of an algorithm's component, such as a loss, ``counterpart.piece`` is the name of the component.
     """
     message = f"`{setting.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
@@ -262,8 +262,9 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
 
     replacement = _try_replacement(setting, our_key, value, counterpart.piece)
 
-    # The configuration may contain our key already. An override may replace the value in the file, but two
-    # lines of one file would contradict each other.
+    # A file may contain both the unknown name and our key. Find the value of our key, since a second line
+    # with the key would contradict it. An override on the command line may replace the value, so skip it
+    # there.
     current_value = None
     if not setting.error.overrides:
         current_value = _find_written_value(setting, our_key)
@@ -284,18 +285,22 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
     return setting.as_error(message, expected, fix, counterpart.source)
 
 
-def _guess_error(setting: _UnknownSetting) -> UserError | None:
-    """Return the error for a misspelled name, or a name in the wrong section; None without a similar key."""
+def _similar_name_error(setting: _UnknownSetting) -> UserError | None:
+    """Return the error for a misspelled name or a name in the wrong section.
+
+    Returns None if no valid key has a similar name.
+    """
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
-    for find_candidates in (_find_sibling_keys, _find_keys_in_other_sections, _pass_through_keys):
+    for find_candidates in (_similar_keys_in_section, _find_keys_in_other_sections, _pass_through_keys):
         replacements = _valid_replacements(setting, find_candidates(setting))
         if replacements:
             return _did_you_mean_error(setting, replacements)
 
-    # vLLM or Megatron has the field, but the run sets or refuses it: the error of that rule has the reason.
+    # If vLLM or Megatron has a field of this name, the user may not set it: otherwise the loop above would
+    # have suggested the field. Validate the field again for the error message, which says why it is refused.
     for key in _pass_through_keys(setting):
         first_problem = _try_replacement(setting, key, setting.value).problems[0]
-        return _absent_error(setting, first_problem.message)
+        return _no_suggestion_error(setting, first_problem.message)
     return None
 
 
@@ -323,13 +328,12 @@ def _did_you_mean_error(setting: _UnknownSetting, replacements: Mapping[str, _Re
     return setting.as_error(message, expected, fix)
 
 
-def _absent_error(setting: _UnknownSetting, reason: str = "") -> UserError:
-    """Return the error for a name without a known counterpart in this project.
+def _no_suggestion_error(setting: _UnknownSetting, reason: str = "") -> UserError:
+    """Return the error for an unknown name for which no valid name can be suggested.
 
-    ``reason`` explains why no setting corresponds to the name. It is an entry in the list of other projects'
-    names; it is empty for a name without an entry.
+    ``reason`` explains why this project has no such setting. It is empty if the reason is not known.
     """
-    # A name that is not in the list may still have a counterpart: point to the list of all keys.
+    # Without a reason, a key for the same purpose may still exist: point to the list of all keys.
     message = f"`{setting.path}` is not a known {setting.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
@@ -343,20 +347,24 @@ def _absent_error(setting: _UnknownSetting, reason: str = "") -> UserError:
 
 
 def _find_counterpart(setting: _UnknownSetting) -> OtherName | None:
-    """Return our counterpart of another project's name, preferably in the section or role of the setting.
+    """Return our key for a name of another project, or None if no project is known to use the name.
 
-    Returns None if no project has the name.
+    Several keys may correspond to one name. A key in the section in which the user wrote the name is
+    preferred, then a key of the role that the name belongs to in the other project.
     """
-    counterpart = find_counterpart(setting.path) or _find_key_suffix(setting.path)
+    counterpart = find_counterpart(setting.path) or _find_key_at_end(setting.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
 
     # Prefer the counterpart in our section that contains the unknown name.
-    section_counterpart = counterpart_in_section(setting.path, setting.error.section, setting.error.below)
+    section_counterpart = counterpart_in_section(
+        setting.path, setting.error.section, setting.error.section_keys
+    )
     if section_counterpart is not None:
         return section_counterpart
 
-    # If the name is in another project's section for a role, prefer the setting of that role.
+    # The path may contain another project's name of a role, such as ``ref`` for the reference model. Then
+    # prefer the key of that role to the actor's key.
     section, _, our_setting = counterpart.ours.partition(".")
     for name in setting.path.split("."):
         key = f"{_FOREIGN_ROLES.get(name)}.{our_setting}"
@@ -365,8 +373,11 @@ def _find_counterpart(setting: _UnknownSetting) -> OtherName | None:
     return counterpart
 
 
-def _find_key_suffix(path: str) -> OtherName | None:
-    """Return the longest valid key at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
+def _find_key_at_end(path: str) -> OtherName | None:
+    """Find the longest valid key at the end of a path, such as `rollout.top_k` for `x.rollout.top_k`.
+
+    Returns the key as an `OtherName` of no particular project ("common"), or None without such a key.
+    """
     keys = set(value_paths(RunConfig))
     names = path.split(".")
     for start in range(1, len(names) - 1):
@@ -376,11 +387,15 @@ def _find_key_suffix(path: str) -> OtherName | None:
     return None
 
 
-def _find_sibling_keys(setting: _UnknownSetting) -> list[str]:
-    """Return the key with the most similar name in the same section, as a list; empty without a match."""
+def _similar_keys_in_section(setting: _UnknownSetting) -> list[str]:
+    """Return the valid key of the section whose name is most similar to the unknown name.
+
+    The result is a list with this key, or an empty list if no name is similar.
+    """
+    # `section_keys` are the valid keys of the section, such as ``layout.tensor`` in the section ``actor``.
     section = setting.error.section
-    sibling_names = {name.partition(".")[0] for name in setting.error.below}
-    nearest_name = nearest(setting.error.key, sibling_names)
+    names_in_section = {key.partition(".")[0] for key in setting.error.section_keys}
+    nearest_name = nearest(setting.error.key, names_in_section)
     if nearest_name is None:
         return []
     if section:

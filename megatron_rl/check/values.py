@@ -95,7 +95,7 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
     """
     if config.teacher is not None:
         yield exclusive_error(
-            "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
+            "teacher", "teacher_server", "both would teach the tasks that have no teacher of their own"
         )
 
     # A server returns log-probs of its model's unchanged distribution. The actor must then sample from its
@@ -276,7 +276,7 @@ def _equal_field_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _health_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for ``health.rules``: changed built-in rules, and rules that the user defines."""
+    """Validate ``health.rules``, both changes of built-in rules and user-defined rules; yield the errors."""
     for name, rule in config.health.rules.items():
         path = f"health.rules.{name}"
         if name in RULE_OF:

@@ -145,7 +145,8 @@ def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
 
 def _batch_warnings(config: RunConfig, batch: BatchPlan, record_count: int | None) -> Iterator[UserError]:
     """Yield warnings about a batch that leaves ranks without work, or that is larger than the data."""
-    # Unequal mini-batches weigh prompts differently: each is one optimizer step.
+    # Each mini-batch is one optimizer step. If mini-batches have different numbers of prompts, a prompt in a
+    # small mini-batch has a larger weight.
     min_prompts, max_prompts = batch.prompts_per_minibatch
     if min_prompts != max_prompts:
         yield UserError(
@@ -371,13 +372,13 @@ def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
     for spec in MODEL_ROLES:
         if spec.need is None or spec.is_needed_by(algorithm):
             continue
-        reason = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
+        reason = spec.need.missing_reason.format(advantage=type(algorithm.advantage).__name__)
         for path in spec.sections(config):
             yield UserError(
-                spec.need.unused,
+                spec.need.unused_warning,
                 where=path,
                 got=f"algorithm {config.algorithm.name} {reason}",
-                fix=f"remove `{path}`, or {spec.need.choice}",
+                fix=f"remove `{path}`, or {spec.need.fix_hint}",
             )
 
 
@@ -411,7 +412,7 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     A section such as ``actor.megatron`` accepts nearly every field of the installed version. Only the fields
     in `TRIED` have been used in runs of this project with values other than the defaults.
     """
-    # Key of each section with pass-through fields -> its key in `TRIED`, and its settings.
+    # Sections whose fields are passed to Megatron or vLLM: path of the section -> (key in `TRIED`, settings).
     sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {}
     for path, settings in megatron_sections(config).items():
         sections[path] = ("megatron", settings)
@@ -421,7 +422,8 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     sections["rollout.vllm"] = ("rollout.vllm", config.rollout.vllm)
 
     for path, (field_kind, settings) in sections.items():
-        # Fields with a requirement that this machine lacks: Megatron's own trial leaves them out.
+        # Fields that need a package or a GPU that this machine lacks. `check` lets Megatron validate its
+        # settings in a separate process, but without these fields.
         unmet_need_by_field: dict[str, str] = {}
         if field_kind != "rollout.vllm":
             unmet_need_by_field = unmet_needs(settings or {})

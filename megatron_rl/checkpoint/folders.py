@@ -364,6 +364,6 @@ def find_damaged_files(path: Path) -> list[str]:
 
     names = list(digests)[device.rank() :: device.world_size()]
     problems: list[str] = []
-    for lines in gather_objects(durable.find_damages(path, digests, names)):
+    for lines in gather_objects(durable.describe_damaged_files(path, digests, names)):
         problems += lines
     return problems

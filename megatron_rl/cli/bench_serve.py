@@ -125,7 +125,7 @@ def _failed_test_error(url: str, message: str, got: str) -> UserError:
         where=url,
         expected="a response to each request",
         got=got,
-        fix="read the server's output; its longest row bounds --prompt-tokens plus --response-tokens",
+        fix="read the server's output; --prompt-tokens plus --response-tokens must fit its max_model_len",
     )
 
 

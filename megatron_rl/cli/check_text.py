@@ -205,7 +205,7 @@ def _memory_line(report: CheckReport) -> str:
 
 
 def _weight_sync_line(report: CheckReport) -> str:
-    """Describe the bytes that one weight sync transfers in one line."""
+    """Return a one-line description of the bytes that one weight sync transfers."""
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
@@ -277,14 +277,17 @@ def _plan_sections(report: CheckReport) -> str:
 
 
 def _algorithm_lines(report: CheckReport) -> list[str]:
-    """Return a line for each resolved piece of the algorithm: key, name with settings, and origin."""
+    """Return a line for each component of the algorithm: key, name with settings, and origin.
+
+    The configuration calls a component, such as the policy loss, a piece. `KINDS` has the key of each piece.
+    """
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
     for key in KINDS:
         value = getattr(section, key)
         path = f"algorithm.{key}"
         text = piece_text(value)
-        # `write_pieces` leaves the pieces of the value function out of an algorithm without a critic.
+        # An algorithm without a critic has no loss and no aggregation of the value function.
         if value is None and key.startswith("value_"):
             text = "not used without a critic"
         rows.append((path, text, _origin_text(report, path)))
@@ -365,10 +368,10 @@ def _configuration_section(report: CheckReport) -> str:
     derived: list[tuple[str, str, str]] = []
     defaults: list[str] = []
     for path, value in flatten(report.config).items():
-        # A single-stage job does not read the keys of other jobs.
+        # A job that runs one training stage alone, such as `sft`, does not read the keys of other jobs.
         if not job_reads(report.config.job, path):
             continue
-        # The section ALGORITHM prints the pieces.
+        # The components of the algorithm, such as its loss, are printed in the section ALGORITHM.
         if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
             continue
         origin = report.origins[path]
@@ -442,7 +445,7 @@ def _labelled_lines(label: str, text: str) -> list[str]:
 
 def _data_section(report: CheckReport) -> str:
     """Return the section DATA, with a line of statistics for each data set."""
-    note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
+    note = "of the records that were read; a run reads all, and skips or rejects records that are too long"
     width = max(len(stats.where) for stats in report.data_stats)
     lines = [f"{stats.where:<{width}}  {stats.describe()}" for stats in report.data_stats]
     return _format_section("DATA", note, lines)
@@ -527,12 +530,14 @@ def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
         return []
 
     settings = config.checkpoint
+    # With `SAME`, each rank writes its own optimizer shards; with `ANY`, complete optimizer states are
+    # gathered.
     saved_layout = settings.optimizer_layout or ANY
     if saved_layout == SAME:
-        optimizer_text = f"optimizers in shards, {_bytes_text(memory.shards)} a rank, which any layout reads"
+        optimizer_text = f"optimizers in shards, {_bytes_text(memory.shards)} a rank"
         other_layout = ANY
     else:
-        optimizer_text = f"optimizers gathered for any layout, {_bytes_text(memory.gathered)} on a rank"
+        optimizer_text = f"complete optimizers, {_bytes_text(memory.gathered)} gathered on a rank"
         other_layout = SAME
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking_step = "the copy to the host" if settings.asynchronous else "it"
@@ -597,13 +602,15 @@ def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
 def _order_text(config: RunConfig) -> str:
     """Describe which rows a step trains on, depending on `rollout.order` and over-sampling."""
     rollout = config.rollout
-    # Start with the text for the closed order without over-sampling. Other settings replace or extend it.
+    # By default (`rollout.order: closed`, no over-sampling) a step trains on all responses that were sampled
+    # for it. With `open`, a step trains on the prompts whose responses are complete first, which depends on
+    # timing.
     text = "a step trains on exactly its own prompts"
     if rollout.oversample:
         text = f"a step trains on the first complete groups, in rounds of {rollout.round_tokens:,} tokens"
     if rollout.order == OPEN:
         prefixes = "kept" if rollout.on_update == KEEP else "computed again"
-        text = "a step trains on the first complete groups by the clock, not repeatable"
+        text = "a step trains on the groups that finish first, which differ from run to run"
         text += f"; at an update prefixes are {prefixes}"
     if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count_text(config.asynchrony.max_staleness or 0, 'update')}"
@@ -633,7 +640,10 @@ def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
 
 
 def _prompts_text(max_tokens: int | None) -> str:
-    """Describe the prompts that a row of a limit table covers; the row `more` has no ``max_tokens``."""
+    """Describe prompts of up to ``max_tokens`` tokens; None stands for all longer prompts.
+
+    A table of response limits has one row for each such range of prompt lengths.
+    """
     if max_tokens is None:
         return "longer prompts"
     return f"prompts up to {max_tokens:,}"
@@ -690,9 +700,12 @@ def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
 
 
 def _stage_row(plan: StagePlan) -> _BatchRow:
-    """Return the row about the length of a stage: its records per step, and its steps or epochs."""
+    """Return the line about the length of a stage: its records per step, and its steps or epochs.
+
+    A stage is a training phase before reinforcement learning, such as supervised fine-tuning.
+    """
     settings = plan.settings
-    # The records of a stage are rows or pairs.
+    # `UNIT` is the word for one record: a pair for preference data, otherwise a row.
     records_text = _count_text(settings.records_per_step, settings.UNIT)
     if settings.steps is None:
         # Epochs can be a fraction.
@@ -837,7 +850,7 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[
     ``ranks`` are sorted, the fullest first. ``gpu_gib`` is the memory of a GPU, None if unknown.
     """
     fullest = ranks[0]
-    # A single-stage job has only the phase learn.
+    # Leave out a phase without memory: supervised fine-tuning, for example, generates no responses.
     phases = [phase for phase in PHASES if fullest.phase_peak(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
@@ -847,7 +860,7 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[
     for item in items:
         cells = [_bytes_text(item.bytes) if phase in item.phases else "" for phase in phases]
         row = "".join(f"{cell:>{_MEMORY_COLUMN}}" for cell in cells)
-        # An item without a phase is in host memory.
+        # `item.how` explains how the bytes were computed. An item without a phase is in host memory.
         detail = item.how
         if not item.phases:
             detail = f"{_bytes_text(item.bytes)} on the host: {item.how}"

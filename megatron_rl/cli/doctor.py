@@ -309,8 +309,8 @@ def _import_vllm() -> str:
 def _test_links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     """Measure the links between ranks, and gather the errors of all ranks. Collective over the world.
 
-    ``errors`` are the errors of this rank. Returns the findings on the links, and the errors of all ranks
-    except the first. An error that several ranks of a machine have is reported once, for the lowest rank.
+    ``errors`` are the errors of this rank. Returns the findings on the links, and the errors of all ranks but
+    rank 0. If several ranks of a machine have the same error, it is reported only for the lowest rank.
     """
     from megatron_rl.distributed import device
     from megatron_rl.distributed.exchange import gather_objects

@@ -189,7 +189,10 @@ def _section_table(section_type: type, paths: list[str]) -> str:
 
 
 def _piece_table(key: str, kind: PieceKind) -> str:
-    """Return the table of the named pieces of the key ``algorithm.KEY``, with their settings and bounds."""
+    """Return the table of the values of the key ``algorithm.KEY``, such as each policy loss by name.
+
+    A value is called a piece of the algorithm. Below its name, the table has the settings of the piece.
+    """
     rows = []
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
@@ -204,7 +207,10 @@ def _piece_table(key: str, kind: PieceKind) -> str:
 
 
 def _setting_row(piece: Piece, setting_field: dataclasses.Field) -> tuple[str, str]:
-    """Return the table cells of one setting of a piece: name and default, and meaning with bounds."""
+    """Return the table cells of one setting: name and default, and meaning with bounds.
+
+    ``piece`` is the component of the algorithm, such as a loss, that has the setting.
+    """
     setting = setting_of(setting_field)
     value = getattr(piece, setting_field.name)
 
@@ -258,13 +264,13 @@ def _default_text(key_field: dataclasses.Field, setting: Setting) -> str:
     return f"`{one_line(to_plain(key_field.default))}`"
 
 
-def _changed_defaults_text(section: Any) -> str:
-    """List the values of a section, the default of a key, that differ from the defaults of its class."""
+def _changed_defaults_text(default_section: Any) -> str:
+    """List the settings in a key's default section that differ from the defaults of the section's class."""
     values = [
-        f"`{section_field.name}: {one_line(getattr(section, section_field.name))}`"
-        for section_field in dataclasses.fields(section)
+        f"`{section_field.name}: {one_line(getattr(default_section, section_field.name))}`"
+        for section_field in dataclasses.fields(default_section)
         if section_field.default is not dataclasses.MISSING
-        and getattr(section, section_field.name) != section_field.default
+        and getattr(default_section, section_field.name) != section_field.default
     ]
     return ", ".join(values)
 
@@ -551,6 +557,7 @@ def _split_parameters(text: str) -> Iterator[str]:
 def other_names_page() -> str:
     """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
+    # `foreign_keys` yields each of our keys with every name that the key has in another project.
     for path, other_name in foreign_keys():
         row = f"| `{other_name.name}` | `{path}` | {_table_cell(other_name.difference_text())} |"
         rows_by_project.setdefault(other_name.project, []).append(row)

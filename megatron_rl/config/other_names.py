@@ -287,7 +287,7 @@ class UnknownName(UserError):
     """Value of the name, a mapping for a section."""
     overrides: bool = False
     """Whether the name was given on the command line."""
-    below: tuple[str, ...] = ()
+    section_keys: tuple[str, ...] = ()
     """Paths of all keys of the section, relative to the section."""
 
     @property
@@ -353,7 +353,7 @@ def record_unknown_name(
             section=path,
             value=node.plain(),
             overrides=node.origin.kind == "override",
-            below=tuple(value_paths),
+            section_keys=tuple(value_paths),
         )
     )
 

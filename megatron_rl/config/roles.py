@@ -56,12 +56,15 @@ class AlgorithmNeed:
     """Attribute of `Algorithm` that is true if the algorithm needs the role."""
     reason: str
     """Reason why a run has the role although its section is not set; ``{name}`` is the algorithm's name."""
-    unused: str
+    unused_warning: str
     """Warning of a run that has the role although its algorithm does not need it."""
-    lacks: str
-    """Reason why an algorithm does not need the role; ``{advantage}`` is its advantage estimator's class."""
-    choice: str
-    """Setting with which an algorithm needs the role."""
+    missing_reason: str
+    """Property of an algorithm that does not need the role, such as "without a KL penalty".
+
+    ``{advantage}`` is the class of the algorithm's advantage estimator.
+    """
+    fix_hint: str
+    """Fix of that warning: how to get an algorithm that needs the role, such as "set algorithm.kl=loss"."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,9 @@ CRITIC = RoleSpec(
     need=AlgorithmNeed(
         attribute="needs_critic",
         reason="the algorithm {name} has a critic",
-        unused="a critic is built and trained, but the algorithm does not use it",
-        lacks="with the advantage {advantage}",
-        choice="choose an algorithm with one, such as algorithm.name=ppo",
+        unused_warning="a critic is built and trained, but the algorithm does not use it",
+        missing_reason="with the advantage {advantage}",
+        fix_hint="choose an algorithm with one, such as algorithm.name=ppo",
     ),
     placement="split",
     shares=ADAPTED,
@@ -151,9 +154,9 @@ REFERENCE = RoleSpec(
     need=AlgorithmNeed(
         attribute="needs_reference",
         reason="algorithm.kl needs a reference policy",
-        unused="the reference policy is loaded but the algorithm does not use it",
-        lacks="without a KL penalty",
-        choice="set algorithm.kl=loss",
+        unused_warning="the reference policy is loaded but the algorithm does not use it",
+        missing_reason="without a KL penalty",
+        fix_hint="set algorithm.kl=loss",
     ),
     shares=INITIAL,
 )
@@ -168,9 +171,9 @@ TEACHER = RoleSpec(
     need=AlgorithmNeed(
         attribute="needs_teacher",
         reason="algorithm.distillation needs a teacher",
-        unused="the teacher is loaded but the algorithm does not use it",
-        lacks="without a distillation",
-        choice="set algorithm.distillation=reverse_kl",
+        unused_warning="the teacher is loaded but the algorithm does not use it",
+        missing_reason="without a distillation",
+        fix_hint="set algorithm.distillation=reverse_kl",
     ),
     placement="split",
 )

@@ -52,9 +52,9 @@ OTHER_TASKS = 1024
 """The kernel's limit of threads and processes is this number plus the limit of processes."""
 _extra_processes = mmap.mmap(-1, 8)
 """Memory that a worker shares with its supervisor; it contains the ``count`` of `allow_processes`."""
-_PID_MAX_OF_NAMESPACE = (6, 14)
+_PID_MAX_PER_NAMESPACE_SINCE = (6, 14)
 """First version of Linux in which ``pid_max`` belongs to a namespace and not to the machine."""
-_TASKS_OF_NAMESPACE = (5, 14)
+_TASKS_PER_NAMESPACE_SINCE = (5, 14)
 """First version of Linux that counts a user's tasks (RLIMIT_NPROC) in each user namespace separately."""
 _FILE_DESCRIPTORS = 64
 """Number of descriptors that the first process of a namespace closes, which is more than it inherits."""
@@ -74,7 +74,7 @@ SAME_USER = "it runs as the user of the run, {name}"
 CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counted"
 
 _UNUSED_USERS = range(0x70000000, 0x70100000)
-"""User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each contained process has its own."""
+"""User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each sandboxed process has its own."""
 _LARGE_MAPPING = 1000
 """A user namespace with at least this number of mapped users, such as a container's, has unused users."""
 
@@ -89,13 +89,13 @@ class Isolation:
 
     visible: VisiblePaths
     owner: Owner
-    """User and group that contained code will run as."""
+    """User and group that sandboxed code will run as."""
     has_namespaces: bool = False
     """Whether the process will be the first process of new namespaces."""
-    scratch: int | None = None
+    scratch_fd: int | None = None
     """Descriptor of the file system in memory for temporary files, or None if the kernel refuses it."""
     folder: str | None = None
-    """Folder for temporary files without a ``scratch`` file system."""
+    """Folder for temporary files if there is no file system in memory."""
     group: ControlGroup | None = None
     """Control group with the limits of memory and tasks."""
     unenforced: list[str] = field(default_factory=list)
@@ -138,7 +138,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Raise the limit of contained processes by ``count``, at most by ``limits["own_processes"]``."""
+    """Raise the limit of sandboxed processes by ``count``, at most by ``limits["own_processes"]``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -179,10 +179,11 @@ def describe_exceeded_limit(
 
 
 def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolation:
-    """Move this process into new namespaces; its next child becomes their first process.
+    """Move this process into new namespaces, before it forks the worker for the user's code.
 
-    The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes in
-    the network namespace may connect to each other.
+    The first child of this process becomes the init process (PID 1) of the new PID namespace. The namespaces
+    have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes in the network
+    namespace may connect to each other.
     """
     isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
     memory = int(limits["memory_gib"] * GIB)
@@ -195,6 +196,8 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
         isolation.owner = _create_namespaces(namespace_flags)
         isolation.has_namespaces = True
     except OSError as error:
+        # Without a PID namespace, the kernel does not end all descendants of the worker with it. The
+        # supervisor must search for them.
         isolation.unenforced.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
         isolation.folder = _create_temporary_folder()
         return isolation
@@ -206,8 +209,8 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
     with contextlib.suppress(OSError):
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.make_mounts_private()
-        isolation.scratch = create_scratch(memory)
-    if isolation.scratch is None:
+        isolation.scratch_fd = create_scratch(memory)
+    if isolation.scratch_fd is None:
         isolation.folder = _create_temporary_folder()
     return isolation
 
@@ -221,12 +224,12 @@ def _create_temporary_folder() -> str:
 
 
 def _task_limit(limits: Mapping[str, Any]) -> int:
-    """Return the limit of the total number of threads and processes of contained code."""
+    """Return the limit of the total number of threads and processes of sandboxed code."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
 def _create_namespaces(namespace_flags: int) -> Owner:
-    """Create namespaces; return the user and group (`Owner`) that contained code will run as.
+    """Create namespaces; return the user and group (`Owner`) that sandboxed code will run as.
 
     ``namespace_flags`` are flags of `kernel.unshare`. Without root's privileges the namespaces are created in
     a new user namespace.
@@ -234,16 +237,16 @@ def _create_namespaces(namespace_flags: int) -> Owner:
     user = os.getuid()
     group = os.getgid()
     if user == 0:
-        # Root needs no user namespace. Fork the helper process of `_open_mapped_namespace` before `unshare`:
-        # the first process that is forked after `unshare` becomes the first process of the new PID namespace,
-        # and the namespace ends with this process.
+        # Root needs no user namespace. `_find_unprivileged_owner` forks a helper process, so call it before
+        # `unshare`: the first process that is forked after `unshare` becomes the init process of the new PID
+        # namespace, and the namespace ends when its init process exits.
         unprivileged_owner = _find_unprivileged_owner()
         with contextlib.suppress(PermissionError):
             kernel.unshare(namespace_flags)
             return unprivileged_owner or Owner(user, group)
 
         if unprivileged_owner is not None:
-            _close_namespace(unprivileged_owner)
+            _close_user_namespace(unprivileged_owner)
 
     kernel.unshare(kernel.NEW_USER | namespace_flags)
     # Without privileges, a process must disable setgroups before it may map a group.
@@ -322,8 +325,8 @@ def _open_mapped_namespace(user: int, group: int) -> int:
         os.waitpid(helper, 0)
 
 
-def _close_namespace(owner: Owner) -> None:
-    """Close the descriptor of an owner's user namespace, since contained code must not have it."""
+def _close_user_namespace(owner: Owner) -> None:
+    """Close the descriptor of an owner's user namespace, since sandboxed code must not have it."""
     if owner.namespace is not None:
         os.close(owner.namespace)
 
@@ -338,10 +341,11 @@ def _bring_up_loopback() -> None:
 
 
 def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
-    """Confine the child of an isolated process; return the protections that the kernel does not allow.
+    """Confine the worker for the user's code; return the protections that the kernel does not allow.
 
-    In new namespaces, the child is the first process: it forks the worker, waits for the other processes and
-    does not return. Its exit ends all processes of the namespace. Only the worker returns.
+    The first child of the process that called `isolate_process` calls this function. Without namespaces, this
+    child is the worker. In a new PID namespace, the child is the init process: it forks the worker, waits
+    until the worker ends, and exits, which ends all processes of the namespace. Only the worker returns.
     """
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     # If the machine runs out of memory, the kernel should kill this process and not a rank.
@@ -361,11 +365,11 @@ def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]
     # Set limits before the worker drops the privileges that this needs.
     set_limits(limits)
     _limit_tasks(limits, isolation)
-    if isolation.scratch is not None:
-        os.close(isolation.scratch)
-    _close_namespace(isolation.owner)
+    if isolation.scratch_fd is not None:
+        os.close(isolation.scratch_fd)
+    _close_user_namespace(isolation.owner)
     _switch_user(isolation.owner)
-    # Set these options after the change of the user, which resets them.
+    # The kernel resets these options when the user changes, so set them afterwards.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kernel.process_control(kernel.SET_DUMPABLE, 1)
     if os.getuid() == 0:
@@ -383,11 +387,11 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
     Returns whether the kernel allowed the new root.
     """
-    scratch = isolation.scratch
-    if scratch is None:
+    scratch_fd = isolation.scratch_fd
+    if scratch_fd is None:
         return False
     kernel_limits = {}
-    if _linux_version() >= _PID_MAX_OF_NAMESPACE:
+    if _linux_version() >= _PID_MAX_PER_NAMESPACE_SINCE:
         kernel_limits["/proc/sys/kernel/pid_max"] = str(_task_limit(limits))
     network = bool(limits["network"])
 
@@ -395,7 +399,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         # Use a separate mount namespace, since the supervisor must still find all processes in its /proc.
         kernel.unshare(kernel.NEW_MOUNTS)
         change_root_as = partial(
-            change_root, isolation.visible, scratch, kernel_limits=kernel_limits, network=network
+            change_root, isolation.visible, scratch_fd, kernel_limits=kernel_limits, network=network
         )
         try:
             proc_reason = change_root_as(isolation.owner)
@@ -409,7 +413,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         _run_as_own_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
-            kernel.attach_mounts(os.dup(scratch), SCRATCH)
+            kernel.attach_mounts(os.dup(scratch_fd), SCRATCH)
             isolation.folder = SCRATCH
         return False
 
@@ -419,8 +423,8 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
 
 def _run_as_own_user(isolation: Isolation) -> None:
-    """Change ``isolation`` so that contained code runs as the user of this process, not as another user."""
-    _close_namespace(isolation.owner)
+    """Change ``isolation`` so that sandboxed code runs as the user of this process, not as another user."""
+    _close_user_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
 
@@ -435,12 +439,14 @@ def _switch_user(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Limit the number of threads and processes, if the kernel counts them for contained code alone.
+    """Limit the number of threads and processes of the worker's user (RLIMIT_NPROC).
 
-    Otherwise set no limit, since it would apply to all processes of the trainer's user.
+    The kernel counts all processes of a user. If the worker shares a count with the trainer's user, no limit
+    is set, since the limit would also count the trainer's processes.
     """
+    # A separate user has a separate count. Since Linux 5.14, so does the same user in another user namespace.
     is_other_user = isolation.owner.user != os.getuid()
-    if is_other_user or (isolation.has_namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
+    if is_other_user or (isolation.has_namespaces and _linux_version() >= _TASKS_PER_NAMESPACE_SINCE):
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = _cap_at_hard_limit(_task_limit(limits), hard_limit)
         resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
@@ -573,8 +579,8 @@ def supervise_worker(
             exit_code = 0
         elif process == 0:
             num_checks += 1
-            counts_shared = num_checks % SHARED_MEMORY_INTERVAL == 0
-            exit_code = _find_exceeded_limit(worker, limits, isolation.scratch, counts_shared)
+            includes_shared_memory = num_checks % SHARED_MEMORY_INTERVAL == 0
+            exit_code = _find_exceeded_limit(worker, limits, isolation.scratch_fd, includes_shared_memory)
             if exit_code is None:
                 time.sleep(CHECK_SECONDS)
 
@@ -595,25 +601,27 @@ def supervise_worker(
 def _find_exceeded_limit(
     worker: int,
     limits: Mapping[str, Any],
-    scratch: int | None,
-    counts_shared: bool,
+    scratch_fd: int | None,
+    includes_shared_memory: bool,
 ) -> int | None:
     """Return the exit code for a limit that the worker's processes exceed, or None within the limits.
 
-    ``scratch`` is the descriptor of the file system in memory for temporary files, or None.
-    ``counts_shared``: whether the memory includes shared mappings.
+    ``scratch_fd`` is the descriptor of the file system in memory for temporary files, or None. Shared memory
+    mappings count as memory of the processes only with ``includes_shared_memory``.
     """
-    # The worker and the first process of the namespace do not count.
+    # `limits["processes"]` is the user's limit. An environment may need further processes for its episodes
+    # (`allow_processes`), at most `limits["own_processes"]`. Add 2, since the worker and the init process of
+    # the namespace do not count.
     (extra_processes,) = struct.unpack_from("q", _extra_processes)
     max_processes = limits["processes"] + min(extra_processes, limits.get("own_processes", 0)) + 2
-    # List no more processes than needed: code may start processes faster than they can be listed.
+    # List no more processes than needed: user code may start processes faster than they can be listed.
     processes = [worker, *islice(_descendants(worker), max_processes)]
     if len(processes) > max_processes or sum(map(_task_count, processes)) > _task_limit(limits):
         return TOO_MANY_PROCESSES
 
     # The kernel itself enforces the limit on the private memory of a single process.
-    shared_bytes = _scratch_bytes(scratch)
-    if counts_shared:
+    shared_bytes = _scratch_bytes(scratch_fd)
+    if includes_shared_memory:
         shared_bytes += _shared_bytes(processes)
     if len(processes) > 2 or shared_bytes:
         private_bytes = sum(_private_bytes(process) for process in processes)
@@ -648,7 +656,7 @@ def kill_descendants() -> None:
 def kill_processes_started_with(variable: str) -> None:
     """Kill each process that was started with the environment ``variable``, given as NAME=value."""
     killed_processes: set[int] = set()
-    # Repeat until no new process is found: processes may start others until they are killed.
+    # Until a process is killed, it may start another process. So repeat until no new process is found.
     while True:
         new_processes = set(_processes_started_with(variable.encode())) - killed_processes
         if not new_processes:
@@ -694,14 +702,14 @@ def _private_bytes(process: int) -> int:
     return (resident_pages - shared_pages) * resource.getpagesize()
 
 
-def _scratch_bytes(scratch: int | None) -> int:
+def _scratch_bytes(scratch_fd: int | None) -> int:
     """Return the bytes of temporary files in memory, including deleted files that are still open.
 
-    ``scratch`` is the descriptor of their file system, or None.
+    ``scratch_fd`` is the descriptor of their file system, or None.
     """
-    if scratch is None:
+    if scratch_fd is None:
         return 0
-    file_system = os.fstatvfs(scratch)
+    file_system = os.fstatvfs(scratch_fd)
     return (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
 
 

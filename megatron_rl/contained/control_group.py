@@ -1,4 +1,4 @@
-"""Control group for contained code, on kernels that allow it.
+"""Control group for sandboxed code, on kernels that allow it.
 
 The kernel enforces the limits of a group immediately, whereas the supervisor measures at intervals. A group
 also counts memory that no limit of a process covers: files in memory and kernel memory. The group is created
@@ -50,12 +50,12 @@ class ControlGroup:
 
         self._folders: dict[str, Path] = {}
         for controller, limits in limits_by_controller.items():
-            parent = _find_own_group(controller)
+            parent = _find_own_cgroup(controller)
             if parent is None:
                 continue
 
-            _remove_abandoned_groups(parent)
-            if _create_group(parent / name, limits):
+            _remove_abandoned_cgroups(parent)
+            if _create_cgroup(parent / name, limits):
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
@@ -98,10 +98,10 @@ class ControlGroup:
                     time.sleep(_RETRY_SECONDS)
 
 
-def _remove_abandoned_groups(parent: Path) -> None:
-    """Remove the groups of supervisors that were killed before they could remove them.
+def _remove_abandoned_cgroups(parent: Path) -> None:
+    """Remove the cgroups in ``parent`` whose supervisor was killed before it could remove its cgroup.
 
-    The name of a group contains the process id of its supervisor.
+    The name of a cgroup contains the process id of its supervisor.
     """
     for folder in parent.glob(f"{_NAME_PREFIX}*"):
         supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]
@@ -110,17 +110,18 @@ def _remove_abandoned_groups(parent: Path) -> None:
                 folder.rmdir()
 
 
-def _create_group(folder: Path, limits: Mapping[str, int]) -> bool:
-    """Create a group and set its limits; return whether the kernel supports at least one of the limits.
+def _create_cgroup(folder: Path, limits: Mapping[str, int]) -> bool:
+    """Create a cgroup and set its limits; return whether the kernel accepts at least one of the limits.
 
-    ``limits`` maps names of files in the group's folder to the limits to write to them.
+    ``folder`` is the folder of the new cgroup in /sys/fs/cgroup. ``limits`` maps the name of a file in this
+    folder, such as ``memory.max``, to the limit to write to it.
     """
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
         return False
 
-    # The kernel creates the files of a group. A file is absent if it belongs to the other cgroup version, or
+    # The kernel creates the files of a cgroup. A file is absent if it belongs to the other cgroup version, or
     # if its controller is not enabled.
     num_limits = 0
     for limit_file, limit in limits.items():
@@ -134,8 +135,8 @@ def _create_group(folder: Path, limits: Mapping[str, int]) -> bool:
     return num_limits > 0
 
 
-def _find_own_group(controller: str) -> Path | None:
-    """Return the folder of this process's own group in the hierarchy of a controller, such as memory.
+def _find_own_cgroup(controller: str) -> Path | None:
+    """Return the folder of this process's own cgroup in the hierarchy of a controller, such as memory.
 
     Returns None without this controller, and for a folder that this process cannot write to.
     """
@@ -160,9 +161,9 @@ def _find_own_group(controller: str) -> Path | None:
 
 
 def _enable_controller(folder: Path, controller: str) -> bool:
-    """Enable a controller for the children of a group in cgroup v2.
+    """Enable a controller, such as memory, for the children of a cgroup (only in cgroup v2).
 
-    Returns whether the controller is available in the group itself.
+    Returns whether the controller is available in the cgroup itself.
     """
     try:
         controllers = (folder / "cgroup.controllers").read_text().split()
@@ -171,7 +172,7 @@ def _enable_controller(folder: Path, controller: str) -> bool:
     if controller not in controllers:
         return False
 
-    # The kernel refuses this if the group contains processes itself.
+    # The kernel refuses this if the cgroup contains processes itself.
     with contextlib.suppress(OSError):
         (folder / "cgroup.subtree_control").write_text(f"+{controller}")
     return True

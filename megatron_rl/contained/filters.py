@@ -187,7 +187,7 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
         terminal_block += _encode_if_equal(request, [_encode_refusal(errno.EPERM)])
     program += _encode_if_equal(_IOCTL[machine_column], [*terminal_block, _encode_allowance()])
 
-    # Allow only sockets of the given families, and all remaining calls.
+    # Refuse sockets of all families but the given ones. Then allow every call that has not been refused.
     socket_block = [_encode_instruction(_LOAD, _FIRST_ARGUMENT)]
     for socket_family in socket_families:
         socket_block += _encode_if_equal(socket_family, [_encode_allowance()])

@@ -19,7 +19,7 @@ NEW_NETWORK = 0x40000000
 READ_ONLY = 1
 NO_SETUID = 2
 NO_DEVICES = 4
-NO_PROGRAMS = 8
+NO_EXEC = 8
 MAP_OWNERS = 0x100000
 
 # Options of `process_control`, from linux/prctl.h.
@@ -159,14 +159,15 @@ def set_mount_attributes(
 
 
 def attach_mounts(descriptor: int, target: str) -> None:
-    """Mount the file system or the cloned mounts of a descriptor at ``target``, and close the descriptor.
+    """Mount a file system at the path ``target``, and close its descriptor.
 
-    ``target`` must exist: a folder if the root of the mounts is a folder, else a file. The descriptor is
-    closed because contained code must not inherit it, and may open only a few files.
+    ``descriptor`` is the result of `create_file_system` or `clone_mounts`. ``target`` must exist: a folder to
+    mount a folder, or a file to mount a file.
     """
     try:
         system_call(MOVE_MOUNT, descriptor, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
     finally:
+        # Sandboxed code must not inherit the descriptor, and has a low limit of open files.
         os.close(descriptor)
 
 

@@ -1,8 +1,8 @@
-"""Root directory of contained code: a file system in memory with mounts of only the visible paths.
+"""Root directory of sandboxed code: a file system in memory with mounts of only the visible paths.
 
 The order matters, because mounting the new root covers existing paths. First the mounts at all visible paths
-are copied. Each copy is a tree of mounts that is not attached yet. Then the new root is mounted, and each
-tree is attached at its path in the new root. The old root is unmounted last.
+are cloned. A clone is not visible anywhere until it is mounted. Then the new root is mounted, and each clone
+is mounted at its path in the new root. The old root is unmounted last.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_rl.contained.visible import (
 
 MAX_SCRATCH_FILES = 2**18
 """Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
-_STAGE = "/tmp"
-"""Mount point of the new root during its assembly. The mounts that it covers are copied before."""
+_NEW_ROOT = "/tmp"
+"""Mount point of the new root during its assembly. The mounts that it covers are cloned before."""
 _SCRATCH = "/.scratch"
 """Folder of the temporary file system in the new root."""
 _EMPTY = "/.nothing"
@@ -38,12 +38,12 @@ _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
 class UnreadablePath(Exception):
-    """Error for a visible path that the user of contained code cannot access as required."""
+    """Error for a visible path that the user of sandboxed code cannot access as required."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """User and group that contained code runs as.
+    """User and group that sandboxed code runs as.
 
     Example: ``Owner(0x70000123, 0x70000123, 5)`` is a user of only one process. The user namespace at
     descriptor 5 maps the trainer's files to this user.
@@ -61,13 +61,13 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class _Tree:
-    """Copy of the mounts at one visible path, to be attached in the new root."""
+class _ClonedMount:
+    """Clone of the mounts at and below one visible path, to be mounted at this path in the new root."""
 
     path: str
     """Path without symbolic links."""
     descriptor: int
-    """Descriptor of the copied mounts."""
+    """Descriptor of the clone, from `kernel.clone_mounts`."""
     is_folder: bool
     """Whether the path is a folder and not a file."""
     hides_entries: bool = False
@@ -82,7 +82,7 @@ def create_scratch(size: int) -> int:
 
 def change_root(
     visible: VisiblePaths,
-    scratch: int,
+    scratch_fd: int,
     owner: Owner,
     kernel_limits: Mapping[str, str],
     *,
@@ -90,9 +90,9 @@ def change_root(
 ) -> str | None:
     """Create the new root and move this process into it. No other process may be in the mount namespace.
 
-    ``scratch`` is the file system for temporary files, from `create_scratch`. ``kernel_limits`` maps files in
-    /proc to their new values, which are written before /proc becomes read-only. ``network``: whether the
-    settings of name resolution and TLS are visible.
+    ``scratch_fd`` is the descriptor of the file system for temporary files, from `create_scratch`.
+    ``kernel_limits`` maps files in /proc to their new values, which are written before /proc becomes
+    read-only. ``network``: whether the settings of name resolution and TLS are visible.
 
     Returns the reason why /proc shows the processes of the machine, or None if it shows only
     processes of the namespace. Raises `UnreadablePath` before any change, and OSError if the kernel refuses a
@@ -100,41 +100,41 @@ def change_root(
     """
     folder = os.getcwd()
 
-    # Copy the trees of all visible paths. Only the user's own folders can be writable.
+    # Clone the mounts at all visible paths. Only the user's own folders can be writable.
     links: dict[str, str] = {}
     settings = (*SETTINGS, *NETWORK_SETTINGS) if network else SETTINGS
-    system_trees = _copy_trees(
+    system_mounts = _clone_visible_paths(
         [*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _READ_ONLY_ATTRIBUTES
     )
-    device_trees = _copy_trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
+    device_mounts = _clone_visible_paths([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
     user_attributes = _READ_ONLY_ATTRIBUTES
     if visible.writable:
         user_attributes &= ~kernel.READ_ONLY
-    user_trees = _copy_trees(visible.read, links, user_attributes, owner)
-    user_trees += _copy_trees(visible.folders, links, user_attributes, owner, hides_entries=True)
-    user_trees += _copy_trees(visible.packages, links, _READ_ONLY_ATTRIBUTES, owner)
+    user_mounts = _clone_visible_paths(visible.read, links, user_attributes, owner)
+    user_mounts += _clone_visible_paths(visible.folders, links, user_attributes, owner, hides_entries=True)
+    user_mounts += _clone_visible_paths(visible.packages, links, _READ_ONLY_ATTRIBUTES, owner)
     kernel.make_mounts_private()
 
     # Assemble the new root, then enter it. If a step fails, the process remains in the old root.
     root = kernel.create_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
-    kernel.attach_mounts(root, _STAGE)
+    kernel.attach_mounts(root, _NEW_ROOT)
     try:
-        os.mkdir(_STAGE + _EMPTY, 0o555)
+        os.mkdir(_NEW_ROOT + _EMPTY, 0o555)
         proc_reason = _mount_proc(kernel_limits)
-        _attach_scratch(scratch, owner)
+        _attach_scratch(scratch_fd, owner)
         _write_users(owner)
-        _attach_trees([*system_trees, *device_trees], user_trees)
+        _mount_visible_paths([*system_mounts, *device_mounts], user_mounts)
         _create_links(links)
         _create_terminals()
         # Create the current folder, unless it is below a visible folder, which may be read-only.
         with contextlib.suppress(OSError):
-            os.makedirs(_STAGE + folder, exist_ok=True)
-        kernel.set_mount_attributes(_STAGE, kernel.READ_ONLY, recursive=False)
-        os.chdir(_STAGE)
+            os.makedirs(_NEW_ROOT + folder, exist_ok=True)
+        kernel.set_mount_attributes(_NEW_ROOT, kernel.READ_ONLY, recursive=False)
+        os.chdir(_NEW_ROOT)
         kernel.system_call("pivot_root", b".", b".")
     except OSError:
         os.chdir("/")
-        kernel.unmount(_STAGE)
+        kernel.unmount(_NEW_ROOT)
         os.chdir(folder)
         raise
 
@@ -146,48 +146,49 @@ def change_root(
     return proc_reason
 
 
-def _copy_trees(
+def _clone_visible_paths(
     paths: Iterable[str],
     links: dict[str, str],
     attributes: int,
     owner: Owner | None = None,
     *,
     hides_entries: bool = False,
-) -> list[_Tree]:
-    """Copy the mounts at ``paths`` and set their attributes; return the copies.
+) -> list[_ClonedMount]:
+    """Clone the mounts at ``paths`` and set their attributes, such as read-only; return the clones.
 
     Symbolic links in the paths are added to ``links`` with their targets. ``owner`` is the user that must
     have access to the paths, or None for paths of the system. ``hides_entries``: whether files and folders
     whose names begin with a dot are hidden in a folder.
     """
-    tree_by_path: dict[str, _Tree] = {}
+    mount_by_path: dict[str, _ClonedMount] = {}
     for path in paths:
         path_links, real_path = resolve_links(path)
         links.update(path_links)
         if real_path == "/":
             raise OSError(errno.EINVAL, "all of / cannot be a part of another root")
-        if real_path in tree_by_path or not os.path.exists(real_path):
+        if real_path in mount_by_path or not os.path.exists(real_path):
             continue
 
         is_folder = os.path.isdir(real_path)
         descriptor = kernel.clone_mounts(real_path)
         # A device in `limits.read` must be usable, so it does not get NO_DEVICES.
         is_device = owner is not None and not is_folder and not os.path.isfile(real_path)
-        tree_attributes = kernel.NO_SETUID if is_device else attributes
-        _set_tree_attributes(descriptor, real_path, tree_attributes, owner)
-        tree_by_path[real_path] = _Tree(real_path, descriptor, is_folder, hides_entries and is_folder)
-    return list(tree_by_path.values())
+        mount_attributes = kernel.NO_SETUID if is_device else attributes
+        _restrict_mount(descriptor, real_path, mount_attributes, owner)
+        mount_by_path[real_path] = _ClonedMount(real_path, descriptor, is_folder, hides_entries and is_folder)
+    return list(mount_by_path.values())
 
 
-def _set_tree_attributes(
+def _restrict_mount(
     descriptor: int,
     path: str,
     attributes: int,
     owner: Owner | None,
 ) -> None:
-    """Set the attributes of a tree's mounts, and map its files to ``owner`` if the file system supports it.
+    """Set the attributes of a cloned mount, such as read-only, and map the owners of its files.
 
-    Raises `UnreadablePath` if the owner cannot access the root of the tree.
+    ``descriptor`` is the clone of the mounts at ``path``. If the file system supports it, files of the
+    trainer's user appear as files of ``owner``. Raises `UnreadablePath` if ``owner`` cannot access the path.
     """
     is_mapped = False
     if owner is not None and owner.namespace is not None:
@@ -204,10 +205,10 @@ def _set_tree_attributes(
 
 
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether the file permissions allow ``owner`` to access the root of a tree.
+    """Return whether the file permissions allow ``owner`` to access a cloned mount.
 
-    ``descriptor`` is the file descriptor of the tree. Write permission is required unless ``attributes`` are
-    read-only.
+    ``descriptor`` is the descriptor of the clone, and ``attributes`` are its mount attributes. Unless they
+    contain `kernel.READ_ONLY`, write permission is required too.
     """
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
@@ -221,101 +222,102 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 
     If the kernel refuses, mount the machine's /proc and return the reason.
     """
-    proc_folder = f"{_STAGE}/proc"
+    proc_folder = f"{_NEW_ROOT}/proc"
     os.mkdir(proc_folder)
     refusal_reason = None
     try:
-        kernel.mount("proc", proc_folder, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS)
+        kernel.mount("proc", proc_folder, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXEC)
     except OSError as error:
         # The kernel refuses a new /proc in a container in which parts of /proc are hidden.
         refusal_reason = str(error.strerror)
         kernel.attach_mounts(kernel.clone_mounts("/proc"), proc_folder)
     else:
         for path, value in kernel_limits.items():
-            with contextlib.suppress(OSError), open(_STAGE + path, "w") as file:
+            with contextlib.suppress(OSError), open(_NEW_ROOT + path, "w") as file:
                 file.write(value)
 
     kernel.set_mount_attributes(proc_folder, _READ_ONLY_ATTRIBUTES)
     return refusal_reason
 
 
-def _attach_scratch(scratch: int, owner: Owner) -> None:
-    """Mount /tmp, /dev/shm and the home folder in the new root, all from the file system ``scratch``.
+def _attach_scratch(scratch_fd: int, owner: Owner) -> None:
+    """Mount /tmp, /dev/shm and the home folder in the new root, all from one file system in memory.
 
-    The three folders share the size of this file system.
+    ``scratch_fd`` is the descriptor of this file system, whose size is a limit for all three together.
     """
-    os.mkdir(_STAGE + _SCRATCH)
-    kernel.attach_mounts(os.dup(scratch), _STAGE + _SCRATCH)
+    os.mkdir(_NEW_ROOT + _SCRATCH)
+    kernel.attach_mounts(os.dup(scratch_fd), _NEW_ROOT + _SCRATCH)
 
     home = os.path.abspath(os.path.expanduser("~"))
     for name, mount_point in (("tmp", "/tmp"), ("shm", "/dev/shm"), ("home", home)):
         if mount_point == "/":
             continue
-        scratch_folder = f"{_STAGE}{_SCRATCH}/{name}"
+        scratch_folder = f"{_NEW_ROOT}{_SCRATCH}/{name}"
         os.mkdir(scratch_folder)
         os.chmod(scratch_folder, 0o1777)
         os.chown(scratch_folder, owner.user, owner.group)
-        os.makedirs(_STAGE + mount_point, exist_ok=True)
-        # Mount a copy of the folder's mount, which has the same file system.
-        kernel.attach_mounts(kernel.clone_mounts(scratch_folder), _STAGE + mount_point)
+        os.makedirs(_NEW_ROOT + mount_point, exist_ok=True)
+        # Mount the folder a second time, at its path in the new root, like a bind mount.
+        kernel.attach_mounts(kernel.clone_mounts(scratch_folder), _NEW_ROOT + mount_point)
 
-    os.chmod(_STAGE + _SCRATCH, 0o700)
-    os.mkdir(f"{_STAGE}/var")
-    os.symlink("../tmp", f"{_STAGE}/var/tmp")
-    os.mkdir(f"{_STAGE}/run")
+    os.chmod(_NEW_ROOT + _SCRATCH, 0o700)
+    os.mkdir(f"{_NEW_ROOT}/var")
+    os.symlink("../tmp", f"{_NEW_ROOT}/var/tmp")
+    os.mkdir(f"{_NEW_ROOT}/run")
 
 
 def _write_users(owner: Owner) -> None:
     """Write /etc/passwd and /etc/group of the new root, with only root and the owner."""
-    os.mkdir(f"{_STAGE}/etc")
+    os.mkdir(f"{_NEW_ROOT}/etc")
     values = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
     for name, template in (("passwd", _PASSWD), ("group", _GROUP)):
-        with open(f"{_STAGE}/etc/{name}", "w") as file:
+        with open(f"{_NEW_ROOT}/etc/{name}", "w") as file:
             file.write(template.format(**values))
 
 
-def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
-    """Attach the trees at their paths in the new root, outer trees before inner trees.
+def _mount_visible_paths(system_mounts: list[_ClonedMount], user_mounts: list[_ClonedMount]) -> None:
+    """Mount the cloned mounts at their paths in the new root, a parent folder before its subfolders.
 
-    An inner tree is already visible through its outer tree. It is attached only if the outer tree hides it.
+    If a parent folder is mounted, its subfolders are usually visible without a mount of their own, and their
+    clones are dropped. A subfolder is mounted only if its parent hides it (`_ClonedMount.hides_entries`).
     """
-    attached_trees: list[_Tree] = []
-    user_paths = [tree.path for tree in user_trees]
-    for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
-        # Of several outer trees, the tree with the longest path determines whether this path is hidden.
-        outer_trees: list[_Tree] = []
-        for attached_tree in attached_trees:
-            if f"{tree.path}/".startswith(f"{attached_tree.path}/"):
-                outer_trees.append(attached_tree)
-        innermost_tree = max(outer_trees, key=lambda outer_tree: len(outer_tree.path), default=None)
+    attached_mounts: list[_ClonedMount] = []
+    user_paths = [mount.path for mount in user_mounts]
+    for mount in [*system_mounts, *sorted(user_mounts, key=lambda mount: mount.path)]:
+        # Find the innermost mounted folder that contains the path: it determines whether the path is hidden.
+        outer_mounts: list[_ClonedMount] = []
+        for attached_mount in attached_mounts:
+            if f"{mount.path}/".startswith(f"{attached_mount.path}/"):
+                outer_mounts.append(attached_mount)
+        innermost_mount = max(outer_mounts, key=lambda outer_mount: len(outer_mount.path), default=None)
 
-        if innermost_tree is None or _is_hidden(tree.path, innermost_tree):
-            _attach_tree(tree)
-            attached_trees.append(tree)
-            if tree.hides_entries:
-                _hide_entries(tree.path, user_paths)
+        if innermost_mount is None or _is_hidden(mount.path, innermost_mount):
+            _mount_clone(mount)
+            attached_mounts.append(mount)
+            if mount.hides_entries:
+                _hide_entries(mount.path, user_paths)
         else:
-            os.close(tree.descriptor)
+            os.close(mount.descriptor)
 
 
-def _is_hidden(path: str, outer_tree: _Tree) -> bool:
-    """Return whether ``outer_tree`` hides a path below its root.
+def _is_hidden(path: str, outer_mount: _ClonedMount) -> bool:
+    """Return whether the mounted folder ``outer_mount`` hides a path in the folder.
 
-    A tree with ``hides_entries`` hides the files and folders in its root whose names begin with a dot.
+    With ``hides_entries``, the folder hides its files and subfolders whose names begin with a dot.
     """
-    return outer_tree.hides_entries and path[len(outer_tree.path) :].startswith("/.")
+    return outer_mount.hides_entries and path[len(outer_mount.path) :].startswith("/.")
 
 
-def _attach_tree(tree: _Tree) -> None:
-    """Attach a tree at its path in the new root; create an empty file or folder as mount point."""
-    target = _STAGE + tree.path
-    if tree.is_folder:
+def _mount_clone(mount: _ClonedMount) -> None:
+    """Mount a cloned mount at its path in the new root; create an empty file or folder as mount point."""
+    target = _NEW_ROOT + mount.path
+    if mount.is_folder:
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if not os.path.lexists(target):
             open(target, "x").close()
-    kernel.attach_mounts(tree.descriptor, target)
+    kernel.attach_mounts(mount.descriptor, target)
 
 
 def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
@@ -324,20 +326,20 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
     A path in ``visible_paths`` is not hidden. A hidden folder that contains such a path gets an empty file
     system, in which the path is mounted later.
     """
-    for entry in list(os.scandir(_STAGE + folder)):
+    for entry in list(os.scandir(_NEW_ROOT + folder)):
         path = f"{folder}/{entry.name}"
         if not entry.name.startswith(".") or entry.is_symlink() or path in visible_paths:
             continue
 
         if not entry.is_dir():
-            empty_file = f"{_STAGE}{_EMPTY}.file"
+            empty_file = f"{_NEW_ROOT}{_EMPTY}.file"
             if not os.path.exists(empty_file):
                 open(empty_file, "x").close()
-            kernel.attach_mounts(kernel.clone_mounts(empty_file), _STAGE + path)
+            kernel.attach_mounts(kernel.clone_mounts(empty_file), _NEW_ROOT + path)
         elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
-            kernel.attach_mounts(kernel.create_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
+            kernel.attach_mounts(kernel.create_file_system("tmpfs", 0, mode="0755"), _NEW_ROOT + path)
         else:
-            kernel.attach_mounts(kernel.clone_mounts(_STAGE + _EMPTY), _STAGE + path)
+            kernel.attach_mounts(kernel.clone_mounts(_NEW_ROOT + _EMPTY), _NEW_ROOT + path)
 
 
 def _create_links(links: Mapping[str, str]) -> None:
@@ -345,16 +347,16 @@ def _create_links(links: Mapping[str, str]) -> None:
     for link, link_target in links.items():
         # A link inside a visible folder exists already.
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(_STAGE + link), exist_ok=True)
-            os.symlink(link_target, _STAGE + link)
+            os.makedirs(os.path.dirname(_NEW_ROOT + link), exist_ok=True)
+            os.symlink(link_target, _NEW_ROOT + link)
 
 
 def _create_terminals() -> None:
     """Create /dev/stdin and similar links and, if the kernel allows it, terminals in /dev/pts."""
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-        os.symlink(f"/proc/self/{target}", f"{_STAGE}/dev/{name}")
-    os.mkdir(f"{_STAGE}/dev/pts")
+        os.symlink(f"/proc/self/{target}", f"{_NEW_ROOT}/dev/{name}")
+    os.mkdir(f"{_NEW_ROOT}/dev/pts")
     with contextlib.suppress(OSError):
         options = "newinstance,ptmxmode=0666,mode=0620"
-        kernel.mount("devpts", f"{_STAGE}/dev/pts", kernel.NO_SETUID | kernel.NO_PROGRAMS, options)
-        os.symlink("pts/ptmx", f"{_STAGE}/dev/ptmx")
+        kernel.mount("devpts", f"{_NEW_ROOT}/dev/pts", kernel.NO_SETUID | kernel.NO_EXEC, options)
+        os.symlink("pts/ptmx", f"{_NEW_ROOT}/dev/ptmx")

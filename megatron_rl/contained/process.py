@@ -1,13 +1,13 @@
-"""Run untrusted code in contained processes: start them, exchange messages with them, and end them.
+"""Run untrusted code in sandboxed processes: start them, exchange messages with them, and end them.
 
 This module contains both ends of the connection. It imports only the standard library, so that a new process
 is ready in some ten milliseconds, without the trainer's threads and devices.
 
 The trainer sends requests as pickles to the standard input of the process. Replies are JSON on its standard
-output, since the trainer must not execute anything that contained code writes. Each message is a frame: its
+output, since the trainer must not execute anything that sandboxed code writes. Each message is a frame: its
 length in 8 bytes, then its bytes.
 
-A contained process consists of two processes. The supervisor enforces limits and ends with the trainer. The
+A sandboxed process consists of two processes. The supervisor enforces limits and ends with the trainer. The
 worker handles the requests, in separate namespaces if the kernel allows them.
 """
 
@@ -72,11 +72,11 @@ _LIMIT_BY_ERRNO = {
     errno.ENOENT: _NOT_VISIBLE,
     errno.EACCES: _NOT_VISIBLE,
 }
-"""errno of an OSError in contained code -> the limit that probably caused it."""
+"""errno of an OSError in sandboxed code -> the limit that probably caused it."""
 
 
 class LoadFailed(Exception):
-    """Error of a contained process that could not load its code; ``details`` is a traceback or ""."""
+    """Error of a sandboxed process that could not load its code; ``details`` is a traceback or ""."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -91,8 +91,8 @@ class LoadFailed(Exception):
     ) -> UserError:
         """Return the UserError for user code that failed to load.
 
-        ``description`` names the code, such as "the environment game:Game", ``key`` is the setting with its
-        path, and ``expected`` describes a valid value of the setting.
+        ``description`` names the code, such as "the environment game:Game". ``key`` is the setting that
+        contains the path of the code, and ``expected`` describes a valid value of this setting.
         """
         details = f"\n{self.details}" if self.details else ""
         return UserError(
@@ -105,22 +105,23 @@ class LoadFailed(Exception):
 
 
 class ContainedProcess:
-    """Trainer's handle of a contained process.
+    """Trainer's handle of a sandboxed process.
 
     Arguments:
         serving_function: ``module:function`` that handles the requests in the process.
         limits: a section of limits (`megatron_rl.config.sections.bounds.LimitsConfig`) as a mapping.
-        code: ``module:name`` or ``file.py:name`` of the user's code, whose folder is visible to the process.
+        code_path: ``module:name`` or ``file.py:name`` of the user's code, whose folder the process can read.
 
-    `replies` is the file descriptor of the replies. `protocol_error` describes a violation of the protocol by
-    the process, or has the value None without a violation. Replies after a violation must not be used.
+    `reply_fd` is the file descriptor from which replies are read. `protocol_error` describes a violation of
+    the protocol by the process, or has the value None without a violation. Replies after a violation must not
+    be used.
     """
 
     def __init__(
         self,
         serving_function: str,
         limits: Mapping[str, Any],
-        code: str = "",
+        code_path: str = "",
     ) -> None:
         self.protocol_error: str | None = None
         self._buffer = bytearray()
@@ -128,9 +129,10 @@ class ContainedProcess:
 
         network = limits["network"]
         write = limits["write"]
-        visible_paths = find_visible_paths(code, limits["read"], network=network, write=write)
+        visible_paths = find_visible_paths(code_path, limits["read"], network=network, write=write)
         arguments = [json.dumps(limits), json.dumps(asdict(visible_paths))]
         environment = allowed_environment(os.environ, limits["environment"], network=network)
+        # The process calls `main`, which imports and calls the serving function.
         self.process = start_process([serving_function, *arguments], environment)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -146,8 +148,8 @@ class ContainedProcess:
             daemon=True,
         )
         self._writer.start()
-        self.replies = self.process.stdout.fileno()
-        os.set_blocking(self.replies, False)
+        self.reply_fd = self.process.stdout.fileno()
+        os.set_blocking(self.reply_fd, False)
 
     def _write_requests(self, stream: IO[bytes]) -> None:
         """Write queued requests to ``stream`` until the queue contains None; runs in the writer's thread.
@@ -199,7 +201,7 @@ class ContainedProcess:
     def wait_for_output(self, time_limit: float) -> bool:
         """Wait up to ``time_limit`` seconds; return whether output has arrived or the process has ended."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
+            selector.register(self.reply_fd, selectors.EVENT_READ)
             return bool(selector.select(time_limit))
 
     def read_replies(self) -> tuple[list[dict[str, Any]], bool]:
@@ -207,7 +209,7 @@ class ContainedProcess:
         # Read all bytes in the pipe without blocking; an empty read means that the pipe was closed.
         while True:
             try:
-                received_bytes = os.read(self.replies, 1 << 16)
+                received_bytes = os.read(self.reply_fd, 1 << 16)
             except BlockingIOError:
                 break
             if not received_bytes:
@@ -228,8 +230,8 @@ class ContainedProcess:
                 break
             try:
                 reply = json.loads(self._buffer[HEADER.size : end])
-                # Mark surrogates here, where all replies of contained code are decoded. For a deeply nested
-                # reply this raises RecursionError, even if the decoder accepts the depth.
+                # Mark text that is not valid Unicode. This raises RecursionError for a deeply nested reply,
+                # even if json.loads accepts the reply.
                 mark_unpaired_surrogates(reply)
             except (ValueError, RecursionError):
                 reply = None
@@ -296,9 +298,9 @@ def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> s
 
 
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
-    """Return the protections that this kernel does not enforce for ``limits``.
+    """Return the protections of a sandboxed process with ``limits`` that this kernel does not enforce.
 
-    Starts a contained process to test the protections; raises LoadFailed if it does not start. The result is
+    Starts such a process to test the protections; raises LoadFailed if it does not start. The result is
     cached, since the kernel does not change.
     """
     return list(_unenforced_protections(json.dumps(limits, sort_keys=True)))
@@ -329,13 +331,13 @@ def serve_protection_test(
 
 
 class ProcessHolder(Protocol):
-    """Object with a contained process, such as a reward worker."""
+    """Object with a sandboxed process, such as a reward worker."""
 
     process: ContainedProcess
 
 
 def kill_processes(holders: Iterable[ProcessHolder]) -> None:
-    """End the contained process of each holder, with all processes that it started."""
+    """End the sandboxed process of each holder, with all processes that it started."""
     # Copy first: another thread may remove a holder whose process has ended.
     for holder in list(holders):
         holder.process.kill()
@@ -345,7 +347,7 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
     """Start a thread that copies a process's output to this process's standard error, line by line.
 
     Each line is prefixed with the id of the process, and characters that control a terminal are escaped:
-    otherwise contained code could forge lines of the run's log. The thread ends with the stream.
+    otherwise sandboxed code could forge lines of the run's log. The thread ends with the stream.
     """
 
     def copy_lines() -> None:
@@ -416,7 +418,7 @@ def _write_frame(stream: IO[bytes], payload: bytes) -> None:
 
 
 class Requests:
-    """Connection of a contained process to the trainer: reads requests and writes replies."""
+    """Connection of a sandboxed process to the trainer: reads requests and writes replies."""
 
     def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
         self._requests = requests
@@ -488,9 +490,10 @@ def format_error(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Fork a worker that handles the requests on standard input, and supervise it; never returns.
+    """Fork a worker that runs the user's code for the requests on standard input, and supervise it.
 
-    The arguments of the command are the serving function and, as JSON, the limits and the visible paths.
+    Never returns. The arguments of the command are the path of the serving function (``module:function``)
+    and, as JSON, the limits and the visible paths.
     """
     trainer = os.getppid()
     limits = json.loads(sys.argv[2])
@@ -504,8 +507,9 @@ def main() -> None:
         os._exit(supervise_worker(worker, trainer, limits, isolation))
     unenforced = confine_worker(limits, isolation)
 
-    # Move requests and replies to duplicated descriptors, which programs started by the code do not inherit.
-    # Redirect the code's standard output to standard error, and its standard input to /dev/null.
+    # Move requests and replies to duplicated descriptors. If the user's code starts a program, the program
+    # does not inherit these descriptors. Then redirect the standard output of the user's code to standard
+    # error, and let its standard input be empty.
     request_stream = os.fdopen(os.dup(0), "rb")
     reply_stream = os.fdopen(os.dup(1), "wb")
     requests = Requests(request_stream, reply_stream)
@@ -515,5 +519,5 @@ def main() -> None:
     serving_function = load_callable(sys.argv[1])
     serving_function(requests, limits, unenforced)
     sys.stdout.flush()
-    # Do not wait for threads that the code has left running.
+    # Do not wait for threads that the user's code has left running.
     os._exit(0)

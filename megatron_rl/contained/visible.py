@@ -1,4 +1,4 @@
-"""Files and environment variables that are visible to contained code; all others are hidden.
+"""Files and environment variables that are visible to sandboxed code; all others are hidden.
 
 A path is visible if the interpreter needs it (its installation, folders of modules, libraries of the system),
 if the code is in it, or if ``limits.read`` names it. In a shared folder (`/`, `/tmp`, a home) only Python
@@ -49,7 +49,7 @@ NETWORK_SETTINGS = (
 )
 """Files of /etc that name resolution and TLS need."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
-"""Devices in /dev that contained code may open."""
+"""Devices in /dev that sandboxed code may open."""
 
 _SHARED_FOLDERS = frozenset(
     {
@@ -84,7 +84,7 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 @dataclass(frozen=True)
 class VisiblePaths:
-    """Absolute paths that are visible to contained code."""
+    """Absolute paths that are visible to sandboxed code."""
 
     packages: tuple[str, ...]
     """Paths of Python's installation and of programs; always read-only."""
@@ -102,7 +102,7 @@ def allowed_environment(
     *,
     network: bool = False,
 ) -> dict[str, str]:
-    """Return the variables of ``environment`` that contained code may read.
+    """Return the environment variables for a sandboxed process, selected from ``environment``.
 
     ``names`` are the variables in ``limits.environment``, which are allowed in addition.
 
@@ -123,16 +123,18 @@ def allowed_environment(
 
 
 def find_visible_paths(
-    code: str,
+    code_path: str,
     read_paths: Sequence[str] = (),
     *,
     network: bool = False,
     write: bool = False,
 ) -> VisiblePaths:
-    """Return the paths that are visible to the code at ``module:name`` or ``file.py:name``.
+    """Return the files and folders that a sandboxed process can read.
 
-    ``read_paths`` are the paths in ``limits.read``. With ``network`` the certificates in environment
-    variables are visible. With ``write`` the current folder is visible, even if it is shared.
+    ``code_path`` is the user's code that the process runs: ``module:name`` or ``file.py:name``.
+    ``read_paths`` are the paths in ``limits.read``. With ``network``, the process can also read the
+    certificates that environment variables name. With ``write``, it can read the current folder even if other
+    users share the folder.
     """
     package_paths = [*_interpreter_paths(), *_program_folders()]
     if network:
@@ -141,7 +143,7 @@ def find_visible_paths(
     # Modules are imported from the search path, where "" is the current folder, and from the code's folder.
     folders = [folder or os.getcwd() for folder in sys.path]
     folders.append(os.getcwd())
-    module = code.rpartition(":")[0]
+    module = code_path.rpartition(":")[0]
     if module.endswith(".py"):
         folders.append(os.path.dirname(os.path.abspath(module)))
     importable_paths: list[str] = []

@@ -337,7 +337,7 @@ def _find_damage(file: Path) -> str | None:
     if name != file.name:
         return f"has the digest of {name}"
 
-    damages = durable.find_damages(file.parent, {file.name: digest}, [file.name])
+    damages = durable.describe_damaged_files(file.parent, {file.name: digest}, [file.name])
     if not damages:
         return None
     return damages[0].removeprefix(f"{file.name} ")

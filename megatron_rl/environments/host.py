@@ -322,7 +322,7 @@ class EnvironmentPool:
         wait_seconds = max(0.0, min(remaining_seconds))
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
-                selector.register(host.process.replies, selectors.EVENT_READ, host)
+                selector.register(host.process.reply_fd, selectors.EVENT_READ, host)
             readable_hosts = [key.data for key, _ in selector.select(wait_seconds)]
 
         for host in readable_hosts:

@@ -260,7 +260,7 @@ class FunctionReward:
         max_calls = max(1, min(MAX_CALLS_PER_MESSAGE, half_share))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                selector.register(worker.replies, selectors.EVENT_READ, worker)
+                selector.register(worker.reply_fd, selectors.EVENT_READ, worker)
 
             while True:
                 # If no worker is busy, all calls have ended, or no worker could be started.
@@ -308,7 +308,7 @@ class FunctionReward:
 
         ``reason`` is `CRASHED` or `TIMEOUT`.
         """
-        selector.unregister(worker.replies)
+        selector.unregister(worker.reply_fd)
         status = worker.process.kill()
 
         # The call that caused the failure fails; the other calls return to the front of the queue.
@@ -321,7 +321,7 @@ class FunctionReward:
         self._workers.remove(worker)
         replacement = self._start_replacement()
         if replacement is not None:
-            selector.register(replacement.replies, selectors.EVENT_READ, replacement)
+            selector.register(replacement.reply_fd, selectors.EVENT_READ, replacement)
 
     def _start_replacement(self) -> Worker | None:
         """Start a worker in place of a lost worker; return None if every attempt fails.

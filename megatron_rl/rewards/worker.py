@@ -469,7 +469,7 @@ class Worker:
         self.process = ContainedProcess(
             "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
         )
-        self.replies = self.process.replies
+        self.reply_fd = self.process.reply_fd
 
     def await_ready(self) -> list[str]:
         """Wait until the function is loaded; return descriptions of limits that the kernel does not enforce.

@@ -91,7 +91,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
 
     sizes = ENGINES["vllm"].capabilities.host_kernels["attention"]
     assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
         assert "no kernel for this model's layers of attention" in error.message and str(
@@ -102,7 +102,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
         assert check_config(load("config.yaml", [f"model.path={model}", "gpu=h100"]), training=True).errors
     (error,) = check("rollout.vllm.enable_chunked_prefill=true").errors
     assert str(error.where).startswith("rollout.vllm.enable_chunked_prefill")
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: False)
     assert not check("model.path=small_heads", "rollout.engine=vllm").errors
 
 
@@ -110,7 +110,7 @@ def test_delta_nets_of_vllm_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatc
     source = find_spec("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     assert source is not None and source.origin is not None
     assert "mixed_qkv.dtype == torch.bfloat16" in Path(source.origin).read_text()
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: True)
     sizes = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp_width": 128}
     shape = ModelShape("hybrid", **sizes, vocab=100, linear_layers=(0, 1, 2))
 
@@ -202,7 +202,7 @@ def test_settings_that_are_handed_on_untried_are_said() -> None:
 def test_what_this_machine_cannot_try_is_said(
     monkeypatch: pytest.MonkeyPatch, override: str, need: str
 ) -> None:
-    monkeypatch.setattr(megatron_settings, "has_host_build", lambda: True)
+    monkeypatch.setattr(megatron_settings, "has_cpu_build", lambda: True)
     monkeypatch.setattr(megatron_settings, "find_module", missing_packages)
     report = check(override, patience=120)
     (warning,) = report.warnings

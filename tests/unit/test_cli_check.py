@@ -175,7 +175,7 @@ def test_check_on_a_gpu_does_not_depend_on_this_machine(
     for module in ("check.packages", "check.model.accelerator", "config.derive"):
         monkeypatch.setattr(f"megatron_rl.{module}.has_transformer_engine", lambda: installed)
     for module in ("check.engine.arguments", "check.model.accelerator"):
-        monkeypatch.setattr(f"megatron_rl.{module}.has_host_build", lambda: not installed)
+        monkeypatch.setattr(f"megatron_rl.{module}.has_cpu_build", lambda: not installed)
     if not installed:
         monkeypatch.setattr("megatron_rl.check.model.megatron_settings._is_installed", lambda _: False)
 

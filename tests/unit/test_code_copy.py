@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.rewards.function import FunctionReward
-from megatron_rl.user_code import activate_copies, compute_copy_digest, read_copy, read_user_code, write_copy
+from megatron_rl.user_code import activate_copies, compute_files_digest, read_copy, read_user_code, write_copy
 
 SAMPLE = {"prompt": "p", "response": "end", "ground_truth": "t", "metadata": {}}
 
@@ -61,7 +61,7 @@ def test_a_copy_has_a_digest_and_can_be_run_again(code: Path, tmp_path: Path) ->
     names = {"judges.py", "sibling_of_it.py", "__init__.py", "inner.py"}
     assert {Path(name).name for name in files} == names
     target = write_copy(tmp_path / "code", files)
-    assert compute_copy_digest(files).startswith(target.name)
+    assert compute_files_digest(files).startswith(target.name)
     assert read_copy(target) == files
     assert write_copy(tmp_path / "code", {**files, str(code): b""}) != target
     next(target.rglob("sibling_of_it.py")).write_text("VALUE = 11\n")

@@ -60,7 +60,7 @@ def folder_with(path: Path) -> Path:
 def damages(path: Path) -> list[str]:
     known = durable.read_digests(path)
     assert known is not None
-    return durable.find_damages(path, known, list(known))
+    return durable.describe_damaged_files(path, known, list(known))
 
 
 def test_a_whole_folder_has_no_damage_and_further_files_are_none(tmp_path: Path) -> None:

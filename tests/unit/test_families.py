@@ -68,7 +68,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
     # vLLM's build for hosts has no attention kernels for the head sizes of these tiny models.
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: False)
     return tmp_path
 
 

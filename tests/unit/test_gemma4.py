@@ -166,6 +166,6 @@ def test_check_asks_for_kernels_of_both_sizes_of_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_model("gemma4", workspace / "model", head_dim=32, global_head_dim=48)
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: True)
     (error,) = refusals(workspace / "model")
     assert "a head size of 48" in error

@@ -325,7 +325,7 @@ def test_check_names_what_vllm_lacks_on_a_host_and_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_model("gpt-oss", workspace / "model", head_dim=32)
-    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_cpu_build", lambda: True)
     (error,) = refusals(workspace / "model")
     assert "multiples of 32" in error and "64 and 48" in error
     overrides = (f"model.path={workspace / 'model'}", "rollout.engine=torch", "actor.lora.rank=8")

@@ -62,7 +62,7 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     assert first.names() == second.names()
     digests = durable.read_digests(tmp_path / "second")
     assert digests is not None and set(digests) == set(durable.files_below(tmp_path / "second"))
-    assert durable.find_damages(tmp_path / "second", digests, list(digests)) == []
+    assert durable.describe_damaged_files(tmp_path / "second", digests, list(digests)) == []
     for name in first.names():
         shape = first.shape(name)
         assert torch.equal(

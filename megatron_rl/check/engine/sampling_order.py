@@ -70,11 +70,14 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     if rollout.on_update != KEEP:
         return
 
-    # Only the open order leaves requests in the engine during a weight sync, between two engine steps.
+    # With `rollout.order: open`, a step trains on the responses that finish first. The engine still has
+    # unfinished requests when it gets the new weights. With `closed` it has none.
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
-        # With a longer interval, an evaluation syncs the newest weights and then restores the older weights.
+        # If `hybrid_engine.every` is more than 1, the engine has older weights than the actor between two
+        # syncs. An evaluation then loads the actor's weights into the engine, and afterwards the older
+        # weights again.
         "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
@@ -105,7 +108,11 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 
 
 def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``data.uniform_share`` below 1 on ranks that sample ahead and get no rewards."""
+    """Yield the error for ``data.uniform_share`` below 1 if ranks sample ahead of training.
+
+    The setting is the share of the prompts with equal rewards in their last responses (such as all passed)
+    that an epoch draws. Ranks that sample ahead (``asynchrony.steps_ahead``) do not get the rewards.
+    """
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(

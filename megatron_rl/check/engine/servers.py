@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.engine.arguments import host_arguments, sampling_arguments
+from megatron_rl.check.engine.arguments import cpu_engine_arguments, sampling_arguments
 from megatron_rl.check.model.tokenizer import has_multi_token_stop
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import engines_with
@@ -106,7 +106,7 @@ def server_command_lines(config: RunConfig) -> list[str]:
     lines = [command, *_format_flags(arguments)]
 
     # On a host without an accelerator, the size of the cache has to be given in bytes.
-    host_flags = host_arguments(max_model_len)
+    host_flags = cpu_engine_arguments(max_model_len)
     host_flags["kv_cache_memory_bytes"] = _HOST_CACHE_BYTES
     continued_lines = [f"{line} \\" for line in lines[:-1]]
     return [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.check.engine.arguments import has_host_build
+from megatron_rl.check.engine.arguments import has_cpu_build
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.placement import accelerated_job, megatron_settings
@@ -56,7 +56,7 @@ def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
         return config.gpu
 
     # Host builds of torch and vLLM use no GPU, and neither does a machine without NVIDIA's driver.
-    if has_host_build() or not _DRIVER.is_dir():
+    if has_cpu_build() or not _DRIVER.is_dir():
         return None
     return config.gpu or "the GPU of this machine"
 

@@ -193,7 +193,7 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
     digests = durable.read_digests(folder)
     problems = [f"{durable.DIGESTS} is missing or damaged"]
     if digests is not None:
-        problems = durable.find_damages(folder, digests, list(digests))
+        problems = durable.describe_damaged_files(folder, digests, list(digests))
     if problems:
         yield UserError(
             "the adapter to start from is damaged",

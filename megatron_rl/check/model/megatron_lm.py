@@ -58,7 +58,7 @@ def with_megatron_models(
     """Replace the path of every Megatron checkpoint by a folder that transformers and vLLM can load.
 
     Writes the folders below ``run_dir`` unless they are complete. ``invalid_keys`` are the keys that already
-    have errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
+    have errors. With ``allow_missing``, a checkpoint that does not exist is skipped without an error.
 
     Returns:
         The configuration with the new paths, the origins of the replaced paths by key, and the errors.
@@ -68,7 +68,7 @@ def with_megatron_models(
     # Settings that need a Megatron checkpoint.
     if "model.megatron" not in invalid_keys:
         if config.model.hf_path is not None and config.model.megatron is None:
-            errors["model.hf_path"] = [_missing_checkpoint_error("model.hf_path", config.model.hf_path)]
+            errors["model.hf_path"] = [_requires_megatron_error("model.hf_path", config.model.hf_path)]
         if config.model.resume_optimizer:
             errors["model.resume_optimizer"] = _resume_optimizer_errors(config)
 
@@ -179,11 +179,11 @@ def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConf
     return with_role_sections(config, replace_path)
 
 
-def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
+def _export_error(config: RunConfig, written_folders: Mapping[str, Path]) -> UserError | None:
     """Return the error for the folder ``checkpoint.megatron``, or None for a valid or unset folder.
 
-    The run exports checkpoints in Megatron-LM's format to this folder. ``folders`` maps sections to the model
-    folders that are written for their Megatron checkpoints.
+    The run exports checkpoints in Megatron-LM's format to this folder. ``written_folders`` has the roles that
+    start from a Megatron checkpoint: section of the role -> Hugging Face folder that was written for it.
     """
     export_folder = config.checkpoint.megatron
     if export_folder is None:
@@ -201,7 +201,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
         )
 
     # Megatron-LM's arguments cannot describe every architecture.
-    file = folders.get("model", Path(config.model.path)) / "config.json"
+    file = written_folders.get("model", Path(config.model.path)) / "config.json"
     try:
         model = parse_pretrained(read_json(file), str(file))
     except UserError:
@@ -229,7 +229,7 @@ def _write_model_folder(
     folder_key = key
     if is_actor:
         folder_key = "model.path"
-    _require_free_folder(folder, folder_key)
+    _require_no_foreign_files(folder, folder_key)
     checkpoint = read_checkpoint(_find_starting_checkpoint(config, checkpoint_path, folder), key)
 
     # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
@@ -245,7 +245,7 @@ def _write_model_folder(
 
     # The model of another role may differ in size from the config.json in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
-        vocabulary_size = _vocabulary_size(config, is_actor, tokenizer_folder)
+        vocabulary_size = _fallback_vocabulary_size(config, is_actor, tokenizer_folder)
         hf_config = derive_config(checkpoint.arguments, key, vocabulary_size)
         errors = []
 
@@ -287,8 +287,11 @@ def _write_model_folder(
     return checkpoint
 
 
-def _require_free_folder(folder: Path, key: str) -> None:
-    """Raise UserError for a folder with files that were not written for a Megatron checkpoint."""
+def _require_no_foreign_files(folder: Path, key: str) -> None:
+    """Raise UserError if the output folder of a converted Megatron checkpoint contains unrelated files.
+
+    A folder from an earlier conversion is allowed.
+    """
     if (folder / POINTER).is_file() or not folder.is_dir():
         return
     # Another rank may be writing the first file at this moment.
@@ -362,8 +365,12 @@ def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, ke
     )
 
 
-def _vocabulary_size(config: RunConfig, is_actor: bool, tokenizer_folder: Path | None) -> int | None:
-    """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
+def _fallback_vocabulary_size(config: RunConfig, is_actor: bool, tokenizer_folder: Path | None) -> int | None:
+    """Return the vocabulary size for a Megatron-LM checkpoint that was saved without it.
+
+    For the actor, this is the size of its tokenizer. A role that is not the actor has the actor's vocabulary,
+    so the size is read from the actor's config.json, if that file exists. Returns None if no file has a size.
+    """
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
@@ -399,9 +406,9 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         os.replace(temporary_file, file)
 
 
-def _missing_checkpoint_error(key: str, value: str) -> UserError:
-    """Return the error for ``key: value``, a setting that has an effect only with ``model.megatron``."""
-    fix = "set model.megatron, or name only a Hugging Face model, in model.path"
+def _requires_megatron_error(key: str, value: str) -> UserError:
+    """Return the error for a setting, ``key: value``, that has no effect without ``model.megatron``."""
+    fix = "set model.megatron, or set only model.path to a Hugging Face model"
     condition = "model.megatron, the checkpoint with the weights"
     return requirement_error(key, value, condition, got="no value", fix=fix)
 
@@ -410,7 +417,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     """Return the errors for settings with which the actor cannot resume the checkpoint's Adam moments."""
     key = "model.resume_optimizer"
     if config.model.megatron is None:
-        return [_missing_checkpoint_error(key, "true")]
+        return [_requires_megatron_error(key, "true")]
 
     # The checkpoint has Adam's moments of all weights, which are only valid for exactly these weights.
     conflicts: dict[str, str] = {}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.engine.arguments import has_host_build
+from megatron_rl.check.engine.arguments import has_cpu_build
 from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
@@ -320,7 +320,8 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
             continue
 
         if need == GPU:
-            is_missing = has_host_build()
+            # The CPU build of torch or vLLM cannot use a GPU.
+            is_missing = has_cpu_build()
         else:
             is_missing = not _is_installed(_PACKAGES[need])
         if is_missing:
@@ -352,9 +353,10 @@ def check_model_settings(
 ) -> list[UserError]:
     """Return the errors for a role's settings of Megatron's TransformerConfig, at the key ``path``.
 
-    ``on_other_machines`` is whether the run will be on other machines.
+    ``on_other_machines``: whether the run will be on other machines than this one.
     """
-    # Our key for each field that the run sets; keys of layouts are in the role's own section.
+    # Megatron's fields that the run sets itself -> the key to use instead. `DERIVED_FIELDS` has the actor's
+    # keys: replace the section ``actor.layout`` by the layout of this role.
     section = path.removesuffix("megatron")
     key_by_field: dict[str, str] = {}
     for name, key in DERIVED_FIELDS.items():
@@ -738,14 +740,15 @@ class Trial:
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
 
-        # Without torch or Megatron there is no trial, and the warning names the missing package.
+        # Without torch or Megatron, the process is not started: `wait_for_result` returns a warning that
+        # names the missing package.
         self._missing_package: str | None = None
         for package in ("torch", "megatron.core"):
             if not _is_installed(package):
                 self._missing_package = package
                 break
 
-        # Start now, so that the imports overlap with the other rules.
+        # Start the process now: it imports torch and Megatron while `check` applies its other rules.
         if setting_keys and self._missing_package is None:
             self._process = subprocess.Popen(
                 TRIAL_COMMAND,
@@ -761,10 +764,11 @@ class Trial:
         dtype: str,
         training: bool,
     ) -> tuple[list[UserError], list[UserError]]:
-        """Return the errors for settings that Megatron refuses, and a warning if the trial has no result.
+        """Wait for the process in which Megatron validates the settings, and return its errors and warnings.
 
-        At the start of a run (``training``), Megatron also validates settings that need packages or hardware
-        which this machine lacks.
+        Each setting that Megatron refuses is an error. A process without a result is one warning.
+        ``training`` is true if the run itself starts: then all settings are validated. Before a run, settings
+        are left out if they need a package or hardware that this machine lacks.
         """
         if not self._setting_keys:
             return [], []

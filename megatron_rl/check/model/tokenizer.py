@@ -127,7 +127,8 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
     if tokenizer is None:
         return
 
-    # Unknown characters would become the unknown token, which also encodes other text.
+    # A character that is not in the vocabulary is encoded as the unknown token. A stop text with such a
+    # character cannot be recognised in a response, so the caller gets the unknown token to compare with.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in texts_by_setting.items():
         for text in texts:

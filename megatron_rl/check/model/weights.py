@@ -188,7 +188,7 @@ def _read_index(path: Path, files: FileFindings) -> dict[str, str] | None:
 
 
 def _report_no_weights(path: Path, key: str, files: FileFindings) -> None:
-    """Record the error of a checkpoint without a safetensors file in ``files``."""
+    """Record in ``files`` that the checkpoint at ``path`` has no safetensors file."""
     fix = "copy the weight files into the directory"
 
     # Pickled weights are not read, since unpickling can run code.
@@ -359,7 +359,8 @@ def _dequantised_tensors(
             tensors[name] = tensor
             continue
         if not quantization.has_dtypes(tensor.dtype, scales.dtype):
-            # Scales of an unquantised weight are unexpected tensors.
+            # The weight is not stored in a quantised format, such as a float32 weight with scales. Keep the
+            # scales: the comparison with the model then reports them as unexpected tensors.
             tensors[name] = tensor
             tensors[scales_name_by_weight[name]] = scales
             continue

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
     chunked_prefill_errors,
-    host_arguments,
+    cpu_engine_arguments,
     sampling_arguments,
 )
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
@@ -278,7 +278,7 @@ class VllmEngine:
         )
         arguments = {
             "kv_cache_memory_bytes": cache_bytes,
-            **host_arguments(self.max_model_len, tensor_parallel_size),
+            **cpu_engine_arguments(self.max_model_len, tensor_parallel_size),
         }
         if model.shape.kv_lora:
             # On processors with AMX vLLM would choose a backend that computes with packed copies of the
