@@ -712,9 +712,9 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
 
-    # Write the algorithm's components, such as its loss, into the configuration. Skip this if the run will be
-    # on other machines and a component from the user's code, such as a loss, cannot be imported on this
-    # machine: ``algorithm`` then contains the default loss instead.
+    # Write the algorithm's components (pieces), such as its loss, into the configuration. Skip this if the
+    # run will be on other machines and a component from the user's code, such as a loss, cannot be imported
+    # on this machine: ``algorithm`` then contains the default loss instead.
     piece_reasons: dict[str, str] = {}
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.on_other_machines):

@@ -219,7 +219,7 @@ class ReadBudget:
     remaining: int = field(default_factory=lambda: FULLY_READ_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Take the size of a data set's files from the budget.
+        """Subtract the size of a data set's files from the budget.
 
         Returns the number of bytes to read, or None if the budget suffices to read the files completely.
         """

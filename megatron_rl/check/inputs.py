@@ -614,8 +614,8 @@ def _check_later_turns(inputs: Inputs, data: DataConfig) -> None:
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
     """Yield the error if some sources use the chat template and others do not.
 
-    Only the first source that differs from the sources before it is reported. Sources that cannot be read are
-    skipped: other rules report them.
+    Only the first source that differs from the sources before it is reported. A source that cannot be read is
+    skipped, since it has an error already.
     """
     first_source: str | None = None
     first_uses_template = False

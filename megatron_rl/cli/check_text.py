@@ -264,7 +264,7 @@ def _plan_sections(report: CheckReport) -> str:
     """Return the sections ALGORITHM, BATCH and ROLES, or empty text for a report without layouts."""
     if report.layouts is None:
         return ""
-    # A single-stage job has no training step of reinforcement learning.
+    # A job that runs one training stage alone, such as `sft`, has no step of reinforcement learning.
     note = ""
     if report.batch is not None:
         note = "one training step, from prompts to micro-batches"

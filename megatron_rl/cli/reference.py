@@ -397,11 +397,14 @@ def replace_equations(text: str) -> str:
 
 
 def algorithms_page() -> str:
-    """Return the page with the pieces of each algorithm, and the equation and source of each piece."""
+    """Return the page with the pieces of each algorithm, and the equation and source of each piece.
+
+    The pieces of an algorithm are its components, such as the advantage estimator and the policy loss.
+    """
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
-        # Omit pieces that are the same as GRPO's, except the two that define an algorithm.
+        # Omit pieces that are the same as GRPO's. Always list the advantage estimator and the policy loss.
         links: list[str] = []
         for key, piece in algorithm.pieces().items():
             if piece == defaults[key] and key not in ("advantage", "policy_loss"):
@@ -411,14 +414,16 @@ def algorithms_page() -> str:
             links.append(link + _changed_settings_text(piece, type(piece)()))
         blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(links)}.\n")
 
-    # A class that is a piece of several kinds is described under the first kind.
+    # Some classes are pieces of several kinds, such as `aggregation` and `value_aggregation`. Such a class is
+    # described only under the first kind.
     first_kind_by_class: dict[type, str] = {}
     for key, kind in KINDS.items():
         for piece in kind.named.values():
             first_kind_by_class.setdefault(type(piece), key)
 
     for key, kind in KINDS.items():
-        # Write a line for the pieces described under another kind, and a section for each other piece.
+        # If a piece is described under an earlier kind, write one line that refers to this kind. Otherwise
+        # write a section about the piece.
         blocks.append(f"## Pieces of `{key}`\n")
         describing_kinds = dict.fromkeys(first_kind_by_class[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]

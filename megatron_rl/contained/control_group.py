@@ -1,8 +1,8 @@
-"""Control group for sandboxed code, on kernels that allow it.
+"""Control group (cgroup) for sandboxed code, on kernels that allow it.
 
-The kernel enforces the limits of a group immediately, whereas the supervisor measures at intervals. A group
-also counts memory that no limit of a process covers: files in memory and kernel memory. The group is created
-below the trainer's own group, so that its memory counts as memory of the job.
+The kernel enforces the limits of a cgroup immediately, whereas the supervisor measures at intervals. A cgroup
+also counts memory that no limit of a process covers: files in memory and kernel memory. The cgroup is created
+below the trainer's own cgroup, so that its memory counts as memory of the job.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GROUP_MARGIN = 2**27
-"""Bytes by which the memory limit of the group exceeds the memory limit of a process.
+"""Bytes by which the memory limit of the cgroup exceeds the memory limit of a process.
 
 At the limit of a process, an allocation fails with an error that the process can report. At the limit of the
-group, the kernel kills a process.
+cgroup, the kernel kills a process.
 """
 _ROOT = Path("/sys/fs/cgroup")
 _NAME_PREFIX = "megatron_rl_"
 _REMOVAL_SECONDS = 2.0
-"""Seconds in which to retry the removal of a group, while the kernel releases its ended processes."""
+"""Seconds in which to retry the removal of a cgroup, while the kernel releases its ended processes."""
 _RETRY_SECONDS = 0.01
 _OOM_COUNTERS = ("memory.events", "memory.oom_control")
 """Files with the number of processes that were killed for memory, in cgroup v2 and v1."""
 _FAILURE_COUNTER = "memory.failcnt"
-"""File of cgroup v1 with the number of allocations that the group's limit refused; in cgroup v2 this number
+"""File of cgroup v1 with the number of allocations that the cgroup's limit refused; in cgroup v2 this number
 is in `memory.events`."""
 
 
 class ControlGroup:
-    """Control group with limits on memory and tasks.
+    """Control group (cgroup) with limits on memory and tasks.
 
     ``memory`` is the limit in bytes, and ``tasks`` the limit on the number of processes and threads. In
-    cgroup v1 the group has a folder per controller, in cgroup v2 one folder for all controllers. On a kernel
-    that does not allow the group, it has no folders, and the methods have no effect.
+    cgroup v1 there is a folder per controller, in cgroup v2 one folder for all controllers. If the kernel
+    does not allow the cgroup, there is no folder, and the methods have no effect.
     """
 
     def __init__(self, memory: int, tasks: int) -> None:
@@ -59,7 +59,7 @@ class ControlGroup:
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
-        """Move this process, with all processes that it will start, into the group."""
+        """Move this process, with all processes that it will start, into the cgroup."""
         for controller, folder in list(self._folders.items()):
             try:
                 (folder / "cgroup.procs").write_text("0")
@@ -67,7 +67,7 @@ class ControlGroup:
                 del self._folders[controller]
 
     def has_exceeded_memory(self) -> bool:
-        """Return whether the kernel has killed a process because the group's memory was used up."""
+        """Return whether the kernel has killed a process because the cgroup's memory was used up."""
         if "memory" not in self._folders:
             return False
 
@@ -82,11 +82,11 @@ class ControlGroup:
             counters["oom"] = int((self._folders["memory"] / _FAILURE_COUNTER).read_text())
 
         # `oom_kill` also counts processes that were killed because the machine had no free memory. The cause
-        # is the group's own limit only if an allocation reached it (`oom`).
+        # is the cgroup's own limit only if an allocation reached it (`oom`).
         return counters.get("oom_kill", 0) > 0 and counters.get("oom", 0) > 0
 
     def remove(self) -> None:
-        """Remove the group after its processes have ended; retry while the kernel releases the processes."""
+        """Remove the cgroup after its processes have ended; retry while the kernel releases the processes."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         for folder in set(self._folders.values()):
             while folder.exists():

@@ -77,7 +77,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
         # If `hybrid_engine.every` is more than 1, the engine has older weights than the actor between two
         # syncs. An evaluation then loads the actor's weights into the engine, and afterwards the older
-        # weights again.
+        # weights again. `keep` does not support a change back to older weights.
         "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),

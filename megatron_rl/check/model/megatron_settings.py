@@ -6,7 +6,7 @@ fields are compared with the installed sources.
 
 Then Megatron itself builds the configuration of every role, in a separate process
 (`megatron_rl.megatron.trial`) that starts first and is awaited last: importing torch and Megatron takes
-longer than all other rules. Fields that need hardware or packages which this machine lacks, such as a GPU,
+longer than all other checks. Fields that need hardware or packages which this machine lacks, such as a GPU,
 are not tested and get a warning.
 """
 
@@ -364,14 +364,14 @@ def check_model_settings(
     key_by_field["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     key_by_field["recompute_granularity"] = "actor.recompute"
 
-    # Dropped fields are reported below, and excluded from the other rules.
+    # A dropped field is a field that has no effect in this package. It gets one error below, so do not check
+    # it here.
     dropped_names = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective_values = {name: value for name, value in values.items() if name not in dropped_names}
     errors = _pass_through_errors(effective_values, path, TRANSFORMER_CONFIG, key_by_field, SET_BY_RUN)
     if not errors:
         errors += _router_loss_errors(effective_values, path)
 
-    # Megatron accepts these fields, but they have no effect in this package.
     for name in sorted(dropped_names):
         errors.append(
             UserError(
@@ -383,7 +383,7 @@ def check_model_settings(
             )
         )
 
-    # Megatron's plain layers accept fp8 and fp4, but compute in the model's own dtype.
+    # Without Transformer Engine, Megatron's layers accept fp8 and fp4, but compute in the model's own dtype.
     low_precision_fields = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
     if low_precision_fields and not on_other_machines and not _is_installed("transformer_engine"):
         for name in low_precision_fields:
@@ -688,7 +688,7 @@ class TrialRole:
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors for settings of this role that Megatron refuses.
 
-        ``refusals`` is the result of the trial: refused component -> Megatron's message. A component is
+        ``refusals`` is the result of the validation: refused component -> Megatron's message. A component is
         ``ROLE ddp``, ``ROLE optimizer``, or ``ROLE`` for the role's model.
         """
         message = refusals.get(self.role)
