@@ -325,12 +325,13 @@ async def _read_body(request: web.Request) -> bytes:
 
 @dataclass
 class AgentEnvironment(Environment):
-    """Environment whose episodes are driven by a program, a client of an OpenAI-compatible endpoint.
+    """Environment whose episodes are driven by an agent: a program that calls an OpenAI-compatible endpoint.
 
-    ``command`` is started for every episode, with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
-    environment, and with the task as JSON on standard input: ``prompt``, ``metadata`` and ``seed``. Exit
-    status 0 ends the episode; any other status fails it. Override `judge` to compute a reward from the
-    program's standard output, or `lead` to drive an agent in Python.
+    ``command`` is the agent's program and its arguments. It is started for every episode, with
+    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, and with the task as JSON on standard
+    input: ``prompt``, ``metadata`` and ``seed``. Exit status 0 ends the episode; any other status fails it.
+    Override `judge` to compute a reward from the program's standard output, or `lead` to run an agent in
+    Python instead of the program.
     """
 
     command: tuple[str, ...] = ()
@@ -350,7 +351,12 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent's program as a client of ``base_url``; return its standard output for `judge`."""
+        """Run the agent's program as a client of ``base_url``; return its standard output for `judge`.
+
+        A subclass may override the method to run a different agent for the episode. ``base_url`` is the URL
+        of the endpoint through which the agent gets the policy's turns, and ``api_key`` the key that its
+        requests need.
+        """
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run_program(self.command, variables, json.dumps(task))
@@ -360,15 +366,15 @@ class AgentEnvironment(Environment):
         return None
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Open the endpoint, run the agent and compute the reward."""
+        """Open the endpoint, run the agent (`lead`) and compute its reward (`judge`)."""
         async with serve_endpoint(episode) as (base_url, api_key):
             try:
                 output = await self.lead(episode, base_url, api_key)
             except Exception:
-                # An agent may crash after a request is rejected because the context is full: the episode is
-                # then truncated and not failed.
+                # The endpoint rejects requests after the context is full or all turns are used. An agent may
+                # then crash: the episode is truncated and not failed.
                 if episode.truncated:
-                    raise Truncated("the agent has no turns left") from None
+                    raise Truncated("the agent has no tokens or turns left") from None
                 raise
 
         if not episode.messages:

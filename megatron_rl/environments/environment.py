@@ -63,6 +63,10 @@ class Message(str):
         context: int = 0,
         tool_calls: Sequence[dict[str, Any]] = (),
     ) -> Message:
+        """Make a message; the arguments are the attributes of the class.
+
+        ``cut`` is true if a length limit ended the turn. ``context`` is the number of tokens before the turn.
+        """
         # Override __new__, because the text of a str cannot be set in __init__.
         message = super().__new__(cls, text)
 
@@ -131,8 +135,9 @@ class Episode:
         self.truncated = False
 
         self._turns = turns
-        # Messages since the last turn, which are sent with the request for the next turn.
+        # Messages of `observe` since the last turn, which are sent with the request for the next turn.
         self._observed: list[dict[str, str]] = []
+        # Messages of `open`, which replace the prompt before the first turn; None for the record's prompt.
         self._opening: Opening | None = None
 
     def open(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:

@@ -86,7 +86,8 @@ LOOP_FILES = 3
 """Number of open files of an episode's event loop, in addition to the files of its environment."""
 
 RESERVED_PER_EPISODE = 32
-"""Number of open files, and of processes, that the hard limits of a process reserve for each episode."""
+"""Number of open files, and of processes, per episode for which a worker process has hard limits. A process
+cannot raise its hard limits, so they suffice for more episodes than it will run."""
 
 MAX_OWN_PER_EPISODE = 4096
 """Largest valid value of ``own_files`` and ``own_processes`` in an environment's class."""
@@ -190,8 +191,8 @@ class _OpenEpisode:
 
 
 @dataclass
-class _Host:
-    """Contained process that runs environments, with its episodes."""
+class _Worker:
+    """Sandboxed process that runs environments, with its episodes."""
 
     process: ContainedProcess
 
@@ -223,9 +224,9 @@ class EnvironmentPool:
 
         # Episodes without a process, in their order of arrival.
         self._waiting: list[_OpenEpisode] = []
-        self._hosts: list[_Host] = []
-        # End the processes with this object, even if it is not closed.
-        self._finalizer = weakref.finalize(self, kill_processes, self._hosts)
+        self._workers: list[_Worker] = []
+        # Kill the processes when this object is garbage-collected, even if `close` was never called.
+        self._finalizer = weakref.finalize(self, kill_processes, self._workers)
 
         try:
             unenforced_limits = [self._start_process() for _ in range(config.workers)]
@@ -236,11 +237,16 @@ class EnvironmentPool:
         self.unenforced_limits: tuple[str, ...] = tuple(unenforced_limits[0])
 
     def _start_process(self) -> list[str]:
-        """Start a process and load the class in it; return descriptions of unenforced limits."""
+        """Start a process and load the environment's class in it.
+
+        Returns descriptions of the limits that this machine's kernel does not enforce.
+        """
         limits = {
             **asdict(self.config.limits),
             # An agent connects to its endpoint on the loopback interface.
             "loopback": True,
+            # The process raises its soft limits of open files and processes for each episode that it starts,
+            # see `_EventLoops`. These are the largest total increases, which its hard limits must permit.
             "own_files": RESERVED_PER_EPISODE * EPISODES_FOR_FILE_LIMIT,
             "own_processes": RESERVED_PER_EPISODE * EPISODES_FOR_PROCESS_LIMIT,
         }
@@ -248,6 +254,7 @@ class EnvironmentPool:
         try:
             load_reply = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
             errors = _parse_load_errors(load_reply)
+            # Under "missing" the process reports the limits that are not enforced.
             unenforced_limits = [str(description) for description in read_list(load_reply, "missing")]
         except LoadFailed as error:
             process.kill()
@@ -260,7 +267,7 @@ class EnvironmentPool:
         if errors:
             process.kill()
             raise UserErrors(errors)
-        self._hosts.append(_Host(process))
+        self._workers.append(_Worker(process))
         return unenforced_limits
 
     def reserve_numbers(self, count: int) -> int:
@@ -287,29 +294,29 @@ class EnvironmentPool:
     def cancel_episode(self, number: int) -> None:
         """Cancel episode ``number``, which may be running or waiting for a process."""
         self._waiting = [episode for episode in self._waiting if episode.number != number]
-        for host in self._hosts:
-            if host.episodes.pop(number, None) is not None:
-                host.process.send_request((CANCEL, number))
-                host.closing_deadlines[number] = time.monotonic() + GRACE_SECONDS
+        for worker in self._workers:
+            if worker.episodes.pop(number, None) is not None:
+                worker.process.send_request((CANCEL, number))
+                worker.closing_deadlines[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
         """Send a request, such as `TURN`, to the process of an episode, and start its ``turn_timeout``."""
-        for host in self._hosts:
-            if number in host.episodes:
-                host.process.send_request((kind, number, *values))
-                host.episodes[number].busy_since = time.monotonic()
+        for worker in self._workers:
+            if number in worker.episodes:
+                worker.process.send_request((kind, number, *values))
+                worker.episodes[number].busy_since = time.monotonic()
 
     def poll_events(self, seconds: float) -> list[Event]:
         """Return the events of all environments; wait at most ``seconds`` for the first event."""
         events: list[Event] = []
 
         # If episodes wait, try again to replace lost processes.
-        while self._waiting and len(self._hosts) < self.config.workers:
-            num_hosts = len(self._hosts)
+        while self._waiting and len(self._workers) < self.config.workers:
+            num_workers = len(self._workers)
             self._restart_process()
-            if len(self._hosts) == num_hosts:
+            if len(self._workers) == num_workers:
                 break
-        if not self._hosts:
+        if not self._workers:
             self._fail_waiting_episodes(events)
             return events
         self._assign_episodes()
@@ -317,20 +324,20 @@ class EnvironmentPool:
         # Wait for messages, at most until the next deadline.
         now = time.monotonic()
         remaining_seconds = [seconds]
-        for host in self._hosts:
-            remaining_seconds += [deadline - now for deadline in self._list_deadlines(host)]
+        for worker in self._workers:
+            remaining_seconds += [deadline - now for deadline in self._list_deadlines(worker)]
         wait_seconds = max(0.0, min(remaining_seconds))
         with selectors.DefaultSelector() as selector:
-            for host in self._hosts:
-                selector.register(host.process.reply_fd, selectors.EVENT_READ, host)
-            readable_hosts = [key.data for key, _ in selector.select(wait_seconds)]
+            for worker in self._workers:
+                selector.register(worker.process.reply_fd, selectors.EVENT_READ, worker)
+            readable_workers = [key.data for key, _ in selector.select(wait_seconds)]
 
-        for host in readable_hosts:
-            self._receive_messages(host, events)
+        for worker in readable_workers:
+            self._receive_messages(worker, events)
         # Check the deadlines of the other processes: a process that has sent a message is responsive.
-        for host in list(self._hosts):
-            if host not in readable_hosts:
-                self._check_deadlines(host, events)
+        for worker in list(self._workers):
+            if worker not in readable_workers:
+                self._check_deadlines(worker, events)
         return events
 
     def _assign_episodes(self) -> None:
@@ -340,100 +347,99 @@ class EnvironmentPool:
         the episodes behind it are started.
         """
         for episode in list(self._waiting):
-            shareable_hosts: list[_Host] = []
-            for candidate in self._hosts:
+            shareable_workers: list[_Worker] = []
+            for candidate in self._workers:
                 if not any(running.runs_alone for running in candidate.episodes.values()):
-                    shareable_hosts.append(candidate)
-            host = min(shareable_hosts, key=lambda host: len(host.episodes), default=None)
-            if host is None or (episode.runs_alone and host.episodes):
+                    shareable_workers.append(candidate)
+            worker = min(shareable_workers, key=lambda worker: len(worker.episodes), default=None)
+            if worker is None or (episode.runs_alone and worker.episodes):
                 continue
 
             self._waiting.remove(episode)
-            host.episodes[episode.number] = episode
-            host.process.send_request((START, episode.number, episode.values))
+            worker.episodes[episode.number] = episode
+            worker.process.send_request((START, episode.number, episode.values))
             episode.busy_since = time.monotonic()
 
-    def _list_deadlines(self, host: _Host) -> list[float]:
-        """Return the deadlines of a process, as times of the monotonic clock.
+    def _list_deadlines(self, worker: _Worker) -> list[float]:
+        """Return the deadlines of a process, as times of the monotonic clock."""
+        # After a ping, only the deadline of its response counts: a process that does not respond is replaced.
+        if worker.ping_time is not None:
+            return [worker.ping_time + GRACE_SECONDS]
 
-        They are the deadline of the response to a ping, or without a ping, the deadlines of turns and of
-        cancelled episodes.
-        """
-        if host.ping_time is not None:
-            return [host.ping_time + GRACE_SECONDS]
-        deadlines = list(host.closing_deadlines.values())
-        for episode in host.episodes.values():
+        # Cancelled episodes must release their threads, and environments must respond to a turn.
+        deadlines = list(worker.closing_deadlines.values())
+        for episode in worker.episodes.values():
             if episode.busy_since is not None:
                 deadlines.append(episode.busy_since + self.config.turn_timeout)
         return deadlines
 
-    def _receive_messages(self, host: _Host, events: list[Event]) -> None:
+    def _receive_messages(self, worker: _Worker, events: list[Event]) -> None:
         """Read the messages of a process and append their events to ``events``.
 
         Replace the process if it has ended or sent a malformed message.
         """
-        frames, is_open = host.process.read_replies()
+        frames, is_open = worker.process.read_replies()
         for frame in frames:
             number = frame.get("episode")
             kind = frame.get("kind")
             if kind == CLOSED and isinstance(number, int):
-                host.closing_deadlines.pop(number, None)
+                worker.closing_deadlines.pop(number, None)
                 continue
-            if kind == ALIVE and host.ping_time is not None:
-                self._fail_late_episodes(host, events)
+            if kind == ALIVE and worker.ping_time is not None:
+                self._fail_late_episodes(worker, events)
                 continue
             # Ignore a message that the episode sent before it was cancelled. The number can be any JSON
             # value, such as an unhashable list, since the environment may have written the frame itself.
-            if isinstance(number, int) and number in host.closing_deadlines:
+            if isinstance(number, int) and number in worker.closing_deadlines:
                 continue
 
-            event = _parse_event(frame, host.episodes)
+            event = _parse_event(frame, worker.episodes)
             if event is None:
-                host.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
+                worker.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
                 break
             if isinstance(event, TurnRequest):
-                host.episodes[event.number].busy_since = None
+                worker.episodes[event.number].busy_since = None
             else:
                 # An episode's thread in the process ends only when the episode is cancelled.
-                host.process.send_request((CANCEL, event.number))
-                del host.episodes[event.number]
+                worker.process.send_request((CANCEL, event.number))
+                del worker.episodes[event.number]
             events.append(event)
 
-        if not is_open or host.process.protocol_error is not None:
-            self._handle_lost_process(host, events, CRASHED)
+        if not is_open or worker.process.protocol_error is not None:
+            self._handle_lost_process(worker, events, CRASHED)
 
-    def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
+    def _check_deadlines(self, worker: _Worker, events: list[Event]) -> None:
         """Ping a process in which an episode has exceeded ``turn_timeout``.
 
         The ping distinguishes a slow environment from a process that an environment blocks. A process that
         does not respond is replaced, and the events of its episodes are appended to ``events``.
         """
         now = time.monotonic()
-        if host.ping_time is not None:
-            if now >= host.ping_time + GRACE_SECONDS:
-                self._handle_lost_process(host, events, TIMEOUT)
-        elif self._find_late_episodes(host):
-            host.ping_time = now
-            host.process.send_request((PING, -1))
-        elif any(now >= deadline for deadline in host.closing_deadlines.values()):
-            self._replace_process(host, events)
+        if worker.ping_time is not None:
+            if now >= worker.ping_time + GRACE_SECONDS:
+                self._handle_lost_process(worker, events, TIMEOUT)
+        elif self._find_late_episodes(worker):
+            worker.ping_time = now
+            worker.process.send_request((PING, -1))
+        elif any(now >= deadline for deadline in worker.closing_deadlines.values()):
+            self._replace_process(worker, events)
 
-    def _find_late_episodes(self, host: _Host) -> list[_OpenEpisode]:
+    def _find_late_episodes(self, worker: _Worker) -> list[_OpenEpisode]:
         """Return the episodes of a process whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
             episode
-            for episode in host.episodes.values()
+            for episode in worker.episodes.values()
             if episode.busy_since is not None and episode.busy_since <= latest_start
         ]
 
-    def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
+    def _fail_late_episodes(self, worker: _Worker, events: list[Event]) -> None:
         """Fail the episodes that exceeded ``turn_timeout``, after the process has responded to a ping.
 
         The ends of the episodes are appended to ``events``.
         """
-        host.ping_time = None
-        for episode in self._find_late_episodes(host):
+        worker.ping_time = None
+        for episode in self._find_late_episodes(worker):
             self.cancel_episode(episode.number)
             events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._make_timeout_message()))
 
@@ -442,21 +448,22 @@ class EnvironmentPool:
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
-    def _handle_lost_process(self, host: _Host, events: list[Event], reason: str) -> None:
-        """Replace a lost process, and fail the episode that caused the loss with ``reason``.
+    def _handle_lost_process(self, worker: _Worker, events: list[Event], reason: str) -> None:
+        """Replace a process that has ended or hangs. The episode that is to blame fails with ``reason``.
 
-        A single busy episode is the cause, and so is an episode with ``runs_alone``. If several episodes are
-        busy, the cause is unknown. Then each of them is restarted with ``runs_alone``, in a separate process.
+        If only one episode is busy, or if an episode has ``runs_alone``, this episode is to blame. If several
+        episodes are busy, it is unknown which of them is to blame. Then each of them is restarted with
+        ``runs_alone``, in a process without other episodes.
         """
-        busy_episodes = [episode for episode in host.episodes.values() if episode.busy_since is not None]
-        status = self._replace_process(host, events)
+        busy_episodes = [episode for episode in worker.episodes.values() if episode.busy_since is not None]
+        status = self._replace_process(worker, events)
 
         message = f"its process ended with status {status}"
         limit_message = describe_exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
         if reason == TIMEOUT:
             message = self._make_timeout_message()
-        elif host.process.protocol_error:
-            message = host.process.protocol_error
+        elif worker.process.protocol_error:
+            message = worker.process.protocol_error
         elif limit_message:
             message = limit_message
 
@@ -468,17 +475,17 @@ class EnvironmentPool:
                 events.append(EpisodeEnd(episode.number, failure=reason, message=message))
             episode.runs_alone = True
 
-    def _replace_process(self, host: _Host, events: list[Event]) -> int:
+    def _replace_process(self, worker: _Worker, events: list[Event]) -> int:
         """Kill a process, start a new process and restart the episodes.
 
         Returns the exit status of the killed process.
         """
-        status = host.process.kill()
-        self._hosts.remove(host)
+        status = worker.process.kill()
+        self._workers.remove(worker)
         self._restart_process()
 
         # Restart all episodes, also those that await a turn, since their environments are lost.
-        for episode in host.episodes.values():
+        for episode in worker.episodes.values():
             episode.busy_since = None
             self._waiting.append(episode)
             events.append(EpisodeRestart(episode.number))
@@ -587,11 +594,13 @@ def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | 
 def _parse_episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     """Parse the message about the end of an episode; return None for a malformed message."""
     truncated = frame.get("truncated") is True
-    # Without a reward the episode was truncated, or a reward function or model computes the reward.
+    # The environment has returned no reward. Either the episode was truncated, or `reward.function` or
+    # `reward.models` will compute its reward.
     if frame.get("result") == SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 
-    # `read_answer` expects the kind of the result under "kind", which is the kind of the message here.
+    # `read_answer` reads the kind of a result (a reward or a failure) under "kind". In this message, "kind"
+    # is `ENDED`, and the kind of the result is under "result".
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None
@@ -838,14 +847,19 @@ class _RunningEpisode:
         limit: int | None,
         opening: Opening | None,
     ) -> Message:
-        """Send the observed messages to the trainer and return the policy's next turn; see `TurnSource`."""
+        """Request the policy's next turn from the trainer, and wait for it; see `TurnSource`.
+
+        ``observed`` are the environment's messages since the last turn, ``limit`` is the maximum number of
+        tokens of the turn, and ``opening`` replaces the record's prompt before the first turn.
+        """
         self._require_turn_allowed(observed, limit)
         if self._turns_left == 0:
             raise Truncated("the episode has used all its turns")
         self._turns_left -= 1
 
         frame: dict[str, Any] = {"kind": TURN_REQUESTED, "messages": observed, "limit": limit}
-        if self._awaited_turn is None and opening is not None:
+        is_first_turn = self._awaited_turn is None
+        if is_first_turn and opening is not None:
             frame["opening"] = opening._asdict()
         # Create the future before the request is sent, since the turn arrives in another thread.
         self._awaited_turn = self._loop.create_future()

@@ -67,10 +67,10 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     capacity_or_error: int | UserError = 0
     if rank == 0:
         try:
-            capacity_or_error = sum(server.require_fit(config) for server in servers)
+            capacity_or_error = sum(server.require_compatible(config) for server in servers)
             lease.acquire()
             for server in servers:
-                server.require_token_sampling()
+                server.require_token_prompts()
         except UserError as error:
             capacity_or_error = error
 
@@ -360,8 +360,8 @@ class ServedWeights:
         try:
             # Without a link the server is new to this job, or was restarted.
             if server not in self._links:
-                server.require_fit(self._run_config)
-                server.require_token_sampling()
+                server.require_compatible(self._run_config)
+                server.require_token_prompts()
                 # A killed job may have left an unfinished update and its process group.
                 server.reset_updates(timeout)
                 rendezvous = _find_rendezvous_address(server) | {"workers": server.count_workers()}

@@ -7,7 +7,7 @@ comparison. So a program gains nothing if it prints a verdict, ends early, defin
 changes the interpreter.
 
 The program cannot read the memory or the pipes of the worker and the test. Processes that it leaves running
-are killed after each test. It can read the files that are visible to contained code. The data sets are not
+are killed after each test. It can read the files that are visible to sandboxed code. The data sets are not
 visible unless ``limits.read`` names them.
 """
 
@@ -142,8 +142,9 @@ def run_tests(
     If ``scoring`` is ``all``, the reward is 1 if all tests pass, else 0. ``test_timeout`` and ``timeout`` are
     the time limits of a test and of all tests in seconds.
 
-    Raises ValueError for a ground truth that is not a list of tests, and for a test in which the program
-    itself would make a comparison.
+    Raises ValueError for a ground truth that is not a list of tests. Also raises ValueError for a test whose
+    comparison would call a method of the tested program, such as its ``__eq__``: the program could then
+    decide the outcome of the test.
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + timeout
@@ -415,9 +416,9 @@ def _parse_assertions(text: str) -> list[Test]:
 
 
 def _require_independent_comparison(statement: ast.Assert, preceding_statements: list[ast.stmt]) -> None:
-    """Raise ValueError for an assertion in which the program makes the comparison.
+    """Raise ValueError for an assertion whose comparison calls a function or method of the tested program.
 
-    A program could define a comparison that is always true.
+    The program could define the function or method so that the assertion always passes.
 
     ``preceding_statements`` are the other statements of the same test.
     """
@@ -444,7 +445,11 @@ def _require_independent_comparison(statement: ast.Assert, preceding_statements:
 
 
 def _program_comparison_error(statement: ast.Assert, reason: str) -> ValueError:
-    """Return the error for an assertion in which the program makes the comparison."""
+    """Return the error for an assertion whose outcome the tested program could decide.
+
+    An example is ``assert f(2) == g(2)``: the program could define ``__eq__`` of both objects. ``reason`` is
+    part of the message.
+    """
     return ValueError(
         f"the program decides the outcome of a test, since {reason}: {ast.unparse(statement)!r:.200}"
     )
@@ -463,7 +468,8 @@ def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
 
 def _free_names(statements: list[ast.stmt]) -> list[str]:
     """Return the names that statements read but never bind, in order of first use."""
-    # Ignore scopes: a name that is bound anywhere in a test belongs to the test.
+    # `statements` are the code of one test. A name that any of them binds is the test's own and not the
+    # program's, so scopes need not be considered.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
 
@@ -511,7 +517,7 @@ def _program_names(statements: list[ast.stmt]) -> set[str]:
 def passes_test(source: str, test: Test, time_limit: float) -> bool:
     """Return whether the program ``source`` passes a test within ``time_limit`` seconds.
 
-    Raises ValueError for a test in which the program itself would make a comparison.
+    Raises ValueError for a test whose comparison would call a method of the program, see `run_tests`.
     """
     if time_limit <= 0:
         return False
@@ -534,8 +540,9 @@ def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
 
     ``program`` is the path of the source. The program is killed after ``time_limit`` seconds.
     """
-    # Temporary files, unlike pipes, need no reader while the program runs. Contained code must not create
-    # files in memory, since no limit counts them.
+    # Use temporary files for the program's input and output. A pipe would block the program when it is full,
+    # unless another thread reads it. `memfd_create` is not permitted in this sandboxed process, since no
+    # limit counts files in memory.
     with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
         stdin = input_file.fileno()
         stdout = output_file.fileno()
@@ -559,10 +566,10 @@ def _run_call_test(
     test: Test,
     time_limit: float,
 ) -> tuple[str, str]:
-    """Run the program and a test that calls it in two processes, for at most ``time_limit`` seconds.
+    """Run the program in one process, and in a second process the test that calls its functions.
 
-    ``program`` is the path of the program's source. Returns the verdict of the test, and a reason, which is
-    empty unless the verdict is `_INVALID`.
+    ``program`` is the path of the program's source, and ``time_limit`` the time limit of both processes in
+    seconds. Returns the verdict of the test, and a reason, which is empty unless the verdict is `_INVALID`.
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:

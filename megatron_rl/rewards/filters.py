@@ -1,8 +1,9 @@
 """Filters of responses: a removed response is dropped from training, or gets a fixed reward.
 
-The result of a filter is an `Answer`, so it is sent between ranks and saved like a reward. The answer for a
-removed response has the reason `FILTERED`, and the name of the filter as message. A user's filter runs in
-contained processes with limits, as a reward function does. If the filter fails, the sample is invalid.
+The verdict of a filter is an `Answer` (the type of a reward function's result for one sample), so it is sent
+between ranks and saved like a reward. The verdict on a removed response has the reason `FILTERED`, and the
+name of the filter as message. A user's filter runs in sandboxed processes with limits, as a reward function
+does. If the filter fails, the sample is invalid.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from megatron_rl.rewards.function import NO_METRICS, FunctionReward, Sample
 from megatron_rl.rewards.worker import GROUP, WRONG_TYPE, Answer
 
 FILTERS = "filters"
-"""Key of the filters' answers in `SequenceGroup.early_rewards`; the other keys are names of scorers."""
+"""Key of the filters' verdicts in `SequenceGroup.early_rewards`; the other keys are names of scorers."""
 FILTERED = "filtered"
-"""Reason in the answer for a removed response; the message is the name of the filter."""
+"""Reason in the verdict on a removed response; the message is the name of the filter."""
 
 _KEPT = Answer(None, reward=1.0)
+"""Verdict on a response that all filters keep."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class FilteredRows:
     is called for it.
     """
 
-    names: Mapping[int, str] = field(default_factory=dict)
+    filter_by_row: Mapping[int, str] = field(default_factory=dict)
     """Row -> name of the filter that removed it."""
     failures: Mapping[int, Answer] = field(default_factory=dict)
-    """Row -> failed answer of the user's filter for that row."""
+    """Row -> failure of the user's filter function for that row."""
     reward: float | None = None
     """Reward of removed rows, or None if they are dropped from training."""
     metrics: Metrics = NO_METRICS
@@ -43,29 +45,33 @@ class FilteredRows:
 
     @property
     def dropped_rows(self) -> frozenset[int]:
-        """Return the removed rows that are dropped from training; empty if they get a fixed reward."""
+        """Return the rows that are excluded from training, because a filter has removed their responses.
+
+        The set is empty if removed responses get a fixed reward instead, and are trained on.
+        """
         if self.reward is not None:
             return frozenset()
-        return frozenset(self.names)
+        return frozenset(self.filter_by_row)
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers for rows on which no reward function is called, by row.
+        """Return the reward or failure (`Answer`) of each row on which no reward function is called, by row.
 
-        These are the removed rows that get a fixed reward, and the rows on which the user's filter failed.
+        A removed row has the fixed reward, if there is one. A row on which the user's filter function has
+        failed has this failure.
         """
         answers = dict(self.failures)
         if self.reward is not None:
-            answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
+            answers |= dict.fromkeys(self.filter_by_row, Answer(None, "", self.reward))
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return the result of the filters for each row in ``rows``: kept, `FILTERED` or failed.
+        """Return the verdict of the filters on each row in ``rows``: kept, `FILTERED` or failed.
 
-        The caller stores these answers, so that carried-over rows are not filtered again.
+        The caller stores the verdicts, so that carried-over rows are not filtered again.
         """
         answers = dict.fromkeys(rows, _KEPT)
-        for row, name in self.names.items():
+        for row, name in self.filter_by_row.items():
             answers[row] = Answer(FILTERED, name)
         answers.update(self.failures)
         return answers
@@ -92,26 +98,26 @@ class ResponseFilters:
             self.unenforced_limits = self._function.unenforced_limits
 
     def compute_answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
-        """Apply the filters to each sample; return one `Answer` per sample.
+        """Apply the filters to each sample; return their verdict on each sample, as an `Answer`.
 
-        The answer is `_KEPT`, or has the reason `FILTERED`, or is the failure of the user's function.
+        The verdict is `_KEPT`, or has the reason `FILTERED`, or is the failure of the user's filter function.
         ``tokens`` are the token ids of each response.
         """
-        answers: list[Answer] = []
+        verdicts: list[Answer] = []
         for sample, ids in zip(samples, tokens, strict=True):
-            answers.append(self._apply_built_in_filters(sample, ids))
+            verdicts.append(self._apply_built_in_filters(sample, ids))
         if self._function is None:
-            return answers
+            return verdicts
 
         # Call the user's function only for responses that the built-in filters keep.
-        remaining_rows = [index for index, answer in enumerate(answers) if answer.reason is None]
-        results = self._function.compute_answers([samples[index] for index in remaining_rows])
-        for index, result in zip(remaining_rows, results, strict=True):
-            answers[index] = _to_filter_answer(result)
-        return answers
+        kept_indices = [index for index, verdict in enumerate(verdicts) if verdict.reason is None]
+        results = self._function.compute_answers([samples[index] for index in kept_indices])
+        for index, result in zip(kept_indices, results, strict=True):
+            verdicts[index] = _to_verdict(result)
+        return verdicts
 
     def _apply_built_in_filters(self, sample: Sample, ids: Sequence[int]) -> Answer:
-        """Return the answer of the first built-in filter that removes a response, else the answer `_KEPT`.
+        """Return the verdict of the first built-in filter that removes a response, or `_KEPT`.
 
         ``ids`` are the token ids of the response.
         """
@@ -134,13 +140,17 @@ class ResponseFilters:
             self._function.close()
 
 
-def _to_filter_answer(answer: Answer) -> Answer:
-    """Convert the reward of the user's filter, 1 (keep) or 0 (remove), to the answer of a filter."""
-    if answer.reason is not None:
-        return answer
-    if answer.reward not in (0.0, 1.0):
-        return Answer(WRONG_TYPE, f"{FILTER_KEY} returned {answer.reward:g}; expected: True (keep) or False")
-    if answer.reward:
+def _to_verdict(result: Answer) -> Answer:
+    """Convert the result of the user's filter function for one response to a verdict.
+
+    The function is called like a reward function. It returns True to keep the response, so that the result
+    has the reward 1, and False to remove the response. A failed call is returned unchanged.
+    """
+    if result.reason is not None:
+        return result
+    if result.reward not in (0.0, 1.0):
+        return Answer(WRONG_TYPE, f"{FILTER_KEY} returned {result.reward:g}; expected: True (keep) or False")
+    if result.reward:
         return _KEPT
     return Answer(FILTERED, "function")
 

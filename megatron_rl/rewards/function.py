@@ -263,7 +263,8 @@ class FunctionReward:
                 selector.register(worker.reply_fd, selectors.EVENT_READ, worker)
 
             while True:
-                # If no worker is busy, all calls have ended, or no worker could be started.
+                # Send calls to all workers. If no worker is busy afterwards, either all calls have ended, or
+                # the calls that remain must fail, since no worker could be started.
                 for worker in self._workers:
                     worker.send_calls(queue, max_calls)
                 busy_workers = [worker for worker in self._workers if worker.calls]

@@ -200,11 +200,13 @@ def are_equal(answer: str, expected: str) -> bool:
 def marked_number(
     *, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any], format_reward: float = 0.0
 ) -> dict[str, float]:
-    """Return reward 1 for a response whose marked answer equals the ground truth, by `are_equal`.
+    """Return reward 1 for a response whose final answer equals the ground truth, see `are_equal`.
 
-    ``format_reward`` is the reward of a marked answer that is wrong; a response without a mark has reward 0.
-    The component ``correct`` is 1 for an equal answer, and ``formatted`` is 1 for any marked answer. The
-    ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K.
+    The response must mark its final answer by ``\\boxed{}`` or ``####``, see `find_marked_answer`. A response
+    without a marked answer has reward 0, and ``format_reward`` is the reward of a marked answer that is
+    wrong. The component ``correct`` is 1 for an equal answer, and ``formatted`` is 1 for any marked answer.
+
+    The ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K.
     """
     truth = str(ground_truth)
     expected = find_marked_answer(truth) or strip_unit(truth)

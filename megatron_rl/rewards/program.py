@@ -50,14 +50,19 @@ _TEXT_PARSERS = {
 }
 """Tag -> function that parses a value from its text."""
 _SAFE_OPERATORS = ("getitem", "setitem", "neg", "pos", "abs")
-"""Operators that never have an expected value of the test as operand."""
+"""Operators that never have an expected value of the test as operand.
+
+A test may therefore apply them to an object of the program."""
 _UNSAFE_OPERATORS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 """Operators that may have an expected value as operand, such as 4 in ``abs(f(2) - 4) < 1e-6``. The class of
 ``f(2)`` could define ``-`` so that the comparison is always true."""
 
 
 class CannotCompare(Exception):
-    """Error of a test in which the program itself would make a comparison."""
+    """Error of a test whose comparison would call a method of the tested program, such as its ``__eq__``.
+
+    The program could then decide the outcome of the test.
+    """
 
 
 class ProgramEnded(Exception):
@@ -107,7 +112,7 @@ class Remote:
         # never equals a plain value, since the program's `==` cannot be trusted.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
-        raise self._peer.cannot_compare(
+        raise self._peer.make_comparison_error(
             f"a value of type {self._class_name} cannot be sent to the test's process"
         )
 
@@ -115,7 +120,7 @@ class Remote:
         return self._number
 
     def __instancecheck__(self, value: object) -> bool:
-        raise self._peer.cannot_compare("a test checks for an instance of a class of the program")
+        raise self._peer.make_comparison_error("a test checks for an instance of a class of the program")
 
     def __bool__(self) -> bool:
         return bool(self._peer.request("truth", self))
@@ -140,13 +145,18 @@ class Remote:
 
 
 def _make_operator(name: str) -> Callable[..., Any]:
-    """Return the method of `Remote` that applies an operator, such as ``add``, in the other process."""
+    """Return the method of `Remote` that applies an operator, such as ``add``, in the other process.
+
+    A class of the program can define an operator, for example ``-`` so that ``abs(f(2) - 4) < 1e-6`` is
+    always true. So the method raises `CannotCompare` if a test applies an operator that may have an expected
+    value as operand (`_UNSAFE_OPERATORS`) to an object of the program.
+    """
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _UNSAFE_OPERATORS and not all(isinstance(operand, Remote) for operand in operands):
-            raise self._peer.cannot_compare(
-                f"a test applies `{name}` to an object of the program's class {self._class_name}, "
-                "which could define any result"
+            raise self._peer.make_comparison_error(
+                f"a test applies `{name}` to an object of the program's class {self._class_name}: "
+                "the class could return any result"
             )
         return self._peer.request("operator", name, self, *operands)
 
@@ -182,12 +192,13 @@ class Peer:
         self._remotes: dict[int, Remote] = {}
         """Number of an object in the other process -> its proxy."""
         self.reason: str | None = None
-        """Reason why the test is invalid, see `cannot_compare`; None for a valid test."""
+        """Reason why the test is invalid, see `make_comparison_error`; None for a valid test."""
 
-    def cannot_compare(self, reason: str) -> CannotCompare:
-        """Return the error for a test in which the program itself would make a comparison.
+    def make_comparison_error(self, reason: str) -> CannotCompare:
+        """Make the error for a test whose comparison would call a method of the tested program.
 
-        The reason is stored in ``reason``, since the test may catch the error.
+        Also stores the first such reason in ``self.reason``, which makes the test invalid: the test itself
+        may catch the error.
         """
         if self.reason is None:
             self.reason = reason
@@ -272,8 +283,8 @@ class Peer:
                 changed_arguments.append(argument if is_mutable else None)
             return value, changed_arguments
 
-        # The test may examine objects of the program, but the program may only call objects of the test. In
-        # the test's process, names are None.
+        # The program may only call functions that the test has passed to it. It must not examine the test's
+        # objects, which may contain expected values. `_names` is None in the test's process.
         if self._names is None:
             raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":
@@ -334,8 +345,11 @@ class Peer:
         """
         if isinstance(value, Remote):
             return ["yours", value._number]
+
+        # The program may only call the test's objects, see `_perform`. So the test's process, in which
+        # `_names` is None, sends no reference to an object that is not callable.
         if self._names is None and not callable(value):
-            raise self.cannot_compare(f"a test passes a value of type {type(value).__name__}")
+            raise self.make_comparison_error(f"a test passes a value of type {type(value).__name__}")
 
         number = self._numbers.get(id(value))
         if number is None:

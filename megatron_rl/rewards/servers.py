@@ -51,13 +51,13 @@ from megatron_rl.rewards.worker import (
 
 UNREACHABLE = "unreachable"
 """Failure reason of a request: the connection could not be made, or was lost."""
-STATUS = "status"
+HTTP_STATUS = "status"
 """Failure reason of a request: an HTTP status other than success and 429."""
 RATE_LIMITED = "rate_limited"
 """Failure reason of a request: the last attempt got HTTP status 429. Also the counter of all responses with
 this status."""
-NONSENSE = "nonsense"
-"""Failure reason of a request: a malformed reply."""
+MALFORMED = "nonsense"
+"""Failure reason of a request: a malformed reply. Users see the value of the constant in metrics."""
 CIRCUIT_OPEN = "circuit_open"
 """Failure reason and counter: requests that were not sent because previous requests failed."""
 REPORTED = "reported"
@@ -276,7 +276,7 @@ class Server:
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
         except aiohttp.ClientResponseError as error:
             message = self._remove_secrets(f"the response is not HTTP: {error.message}")
-            return _Attempt(Reply(NONSENSE, message), retryable=True)
+            return _Attempt(Reply(MALFORMED, message), retryable=True)
         except (aiohttp.ClientError, OSError) as error:
             message = self._remove_secrets(f"{type(error).__name__}: {error}")
             return _Attempt(Reply(UNREACHABLE, message), retryable=True)
@@ -286,7 +286,11 @@ class Server:
         response: aiohttp.ClientResponse,
         content: bytes,
     ) -> _Attempt:
-        """Convert an HTTP response with the body ``content`` to a reply or a failure."""
+        """Convert an HTTP response with the body ``content`` to a reply or a failure.
+
+        A success status with a body that is not JSON is the failure `MALFORMED`. An error status is the
+        failure `RATE_LIMITED` or `HTTP_STATUS`.
+        """
         text = self._remove_secrets(content.decode("utf-8", "replace"))
         status = response.status
 
@@ -298,10 +302,10 @@ class Server:
                 return _Attempt(Reply(None, value=json.loads(text)))
             except (ValueError, RecursionError) as error:
                 message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
-                return _Attempt(Reply(NONSENSE, message))
+                return _Attempt(Reply(MALFORMED, message))
 
         # Failure. Timeouts, rate limits and server errors may be temporary; other 4xx errors are not.
-        reason = STATUS
+        reason = HTTP_STATUS
         if status == 429:
             reason = RATE_LIMITED
             self.counts[RATE_LIMITED] += 1
@@ -421,7 +425,10 @@ class HttpReward:
 
 
 def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
-    """Convert the reply to a request of ``count`` samples to one answer per sample."""
+    """Split the reply of a reward server into one `Answer` (reward or failure) per sample.
+
+    ``count`` is the number of samples in the request.
+    """
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
 
@@ -435,11 +442,14 @@ def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
     if isinstance(rewards, list):
         got = f"{len(rewards)} rewards"
     message = f'expected {{"rewards": [...]}} with {count} entries, got {got}'
-    return [Answer(NONSENSE, message)] * count
+    return [Answer(MALFORMED, message)] * count
 
 
 def _parse_sample_reward(value: Any) -> Answer:
-    """Convert a sample's value in a reply to an answer: a number, or a mapping with a reward or an error."""
+    """Parse the value that a reply has for one sample; return the sample's reward or failure.
+
+    The value is a number, or a mapping with a reward or an error.
+    """
     if isinstance(value, dict) and "reward" not in value and "error" in value:
         return Answer(REPORTED, escape_unprintable(f"{value['error']!s:.500}"))
     answer = read_answer(reward_frame(value))
@@ -486,7 +496,7 @@ class JudgeReward:
             self.close()
             raise
 
-        # Samples must have the optional arguments of both functions.
+        # Names of the optional sample fields, such as the turns, that the template or the parser reads.
         self.optional_fields: frozenset[str] = frozenset()
         for function in self._functions:
             self.optional_fields |= function.optional_fields
@@ -567,15 +577,20 @@ class JudgeReward:
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _make_judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return an answer per sample: the prompt for the judge as text, or the failure of the template."""
+        """Make the prompt for the judge model for each sample.
+
+        Returns an `Answer` per sample, whose ``text`` is the prompt. If the template is a function and it
+        fails for a sample, the answer has the failure instead.
+        """
         if self._template is not None:
             return self._template.compute_answers(samples)
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _make_request(self, prompt: Any, row: int) -> _Request:
-        """Return the chat-completion request for a prompt (text or messages), which is also its cache key.
+        """Make the chat-completion request for a prompt, which is text or a list of messages.
 
-        Without a cache, the ``row`` of the sample distinguishes requests with equal prompts.
+        The request is also the key of its response in the cache: the JSON body and a number. The number is 0
+        with a cache, and the ``row`` of the sample without a cache, so that no two samples have the same key.
         """
         messages = prompt
         if isinstance(prompt, str):
@@ -630,7 +645,10 @@ class JudgeReward:
 
 
 def _extract_completion(reply: Reply) -> Reply:
-    """Return the reply with the text of its chat completion as value; return a failure unchanged."""
+    """Replace the value of a reply by the text of its chat completion.
+
+    A failed reply is returned unchanged, and a reply without a text becomes the failure `MALFORMED`.
+    """
     if reply.reason is not None:
         return reply
 
@@ -639,5 +657,5 @@ def _extract_completion(reply: Reply) -> Reply:
     except (LookupError, TypeError):
         text = None
     if not isinstance(text, str):
-        return Reply(NONSENSE, f"no text at choices[0].message.content of {reply.value!r:.200}")
+        return Reply(MALFORMED, f"no text at choices[0].message.content of {reply.value!r:.200}")
     return Reply(None, value=text)

@@ -148,9 +148,9 @@ def read_answers(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
 
 
 def read_answer(frame: Mapping[str, Any]) -> Answer | None:
-    """Parse the frame of one sample; return None for a malformed frame.
+    """Parse a frame, which is a worker's JSON object with the result for one sample.
 
-    Every value is checked, because user code may have written the frame.
+    Returns None for a malformed frame. Every value is checked, because user code may have written the frame.
     """
     # A failure.
     if frame.get("kind") == FAILED:
@@ -163,7 +163,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
     if INVALID_TEXT in frame:
         return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
-    # Text, such as the prompt from a judge's template.
+    # Text or messages instead of a reward: a function that is a judge's template returns the judge's prompt.
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
         if not is_text_or_messages(text):
@@ -359,9 +359,11 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
 
 
 def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Convert the return value of a function that writes text or messages to a list with one frame.
+    """Convert the return value of a function that returns text or messages, such as a judge's template.
 
-    The second argument is unused: such a function, for example a judge's template, is called per sample.
+    Returns a list with one frame: the JSON object that the worker sends to the trainer for one sample. The
+    second argument is the number of samples in a call for a group, as in `reward_frames`. It is unused, since
+    a function that returns text is called for one sample at a time.
     """
     if is_text_or_messages(value):
         return [{"kind": WRITTEN, "text": value}]
@@ -612,11 +614,12 @@ class Worker:
         return number
 
     def split_open_calls(self) -> tuple[list[Call], list[Call]]:
-        """After the process has ended, return the failed open calls, and the open calls to send again.
+        """Split the open calls after the process has ended: calls that have failed, and calls to send again.
 
-        The first open call of a plain function has failed, since it was running. A single open call of a
-        coroutine function has failed, too. If several calls were running, any of them may be the cause, so
-        each is sent again to a process without other calls.
+        A plain function runs one call at a time, so the first open call has ended the process and has failed.
+        A coroutine function runs all open calls concurrently. If only one was open, it has failed. If several
+        were open, it is unknown which of them has ended the process. Then each is sent again, to a process
+        without other calls.
         """
         calls = list(self.calls.values())
         if not self.signature.concurrent or len(calls) == 1:
@@ -755,9 +758,10 @@ class _CallLoop:
                 loop.call_soon_threadsafe(call_queue.put_nowait, call)
 
     async def _make_call(self, number: int, call_values: Mapping[str, Any]) -> None:
-        """Call the coroutine function with a time limit and send the answer.
+        """Call the coroutine function with a time limit, and send the result to the trainer.
 
-        ``number`` is the number of the call. ``call_values`` are its arguments by name, from the trainer.
+        ``number`` is the number of the call. ``call_values`` are its arguments by name, from the trainer. The
+        result has one frame (JSON object) per sample of the call.
         """
         allow_processor_seconds(self._limits["cpu_seconds"])
         try:
@@ -769,7 +773,7 @@ class _CallLoop:
         self._reply(number, frames)
 
     async def _await_frames(self, call_values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Call the coroutine function, and return the frames for its return value or its exception."""
+        """Call the coroutine function; return the frames (JSON objects) for its return value or exception."""
         try:
             value = await self._function(**self._select_arguments(call_values))
             return self._convert_value(value, _group_size(call_values))
@@ -779,10 +783,10 @@ class _CallLoop:
             return _failure_frames(call_values, EXCEPTION, format_error(error))
 
     def _select_arguments(self, call_values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call for which the function has parameters.
+        """Select the arguments that the function accepts.
 
-        ``call_values`` are the arguments from the trainer. A configured argument of the same name replaces
-        such an argument.
+        ``call_values`` are the trainer's arguments of a call. The configured arguments are added to them, and
+        override arguments of the same name.
         """
         return self._signature.accepted_arguments({**call_values, **self._arguments})
 
@@ -795,7 +799,11 @@ class _CallLoop:
 
 
 def _group_size(call_values: Mapping[str, Any]) -> int | None:
-    """Return the number of responses in a call for a group, or None in a call for one response."""
+    """Return the number of responses that a call rates: the group's size, or None for a single response.
+
+    ``call_values`` are the arguments of the call. A function with a parameter ``group`` is called once for
+    all responses to a prompt.
+    """
     if GROUP not in call_values:
         return None
     return len(call_values[GROUP])
@@ -806,5 +814,8 @@ def _failure_frames(
     reason: str,
     message: str,
 ) -> list[dict[str, Any]]:
-    """Return a failure frame with this reason and message for each sample of a call."""
+    """Make the frames of a failed call: one JSON object with this reason and message per sample.
+
+    ``call_values`` are the arguments of the call.
+    """
     return [failure_frame(reason, message)] * (_group_size(call_values) or 1)

@@ -388,7 +388,7 @@ class RewardRole:
                 skipped_rows,
                 replica_group,
             )
-            saved_rows = (skipped_rows - failed_rows) | filtered.names.keys()
+            saved_rows = (skipped_rows - failed_rows) | filtered.filter_by_row.keys()
             results.append(self._add_saved_metric(result, rows, saved_rows))
             skipped_rows = skipped_rows | set(result.reasons)
 

@@ -24,10 +24,10 @@ from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import (
     GenerationRound,
     OnFinished,
-    Rendezvous,
+    OpenRoundEnd,
     ReplicaQueue,
     ReplicaScheduler,
-    arrive_at_rendezvous,
+    count_waiting_learner,
     draw_queue_index,
     sample_round,
 )
@@ -101,26 +101,26 @@ class RolloutRole:
         round_number = broadcast_object(next_round, self.layout.ranks)
 
         # A round of the open order ends when all ranks without an engine wait in `gather_new_tokens`.
-        rendezvous = None
-        if generation_round.rendezvous is not None:
+        round_end = None
+        if generation_round.open_round_number is not None:
             num_ranks_without_engine = device.world_size() - len(self.layout.ranks)
-            rendezvous = Rendezvous(generation_round, num_ranks_without_engine)
+            round_end = OpenRoundEnd(generation_round, num_ranks_without_engine)
 
         def report_finished(index: int, group: SequenceGroup) -> None:
-            """Report a finished group to the caller and to the rendezvous."""
+            """Report a finished group to the caller, and count it for the end of the round."""
             if on_finished is not None:
                 on_finished(index, group)
-            if rendezvous is not None:
-                rendezvous.count_finished(index)
+            if round_end is not None:
+                round_end.count_finished(index)
 
         # Without a callback, the scheduler does not have to collect finished groups.
         finish_callback: OnFinished | None = None
-        if on_finished is not None or rendezvous is not None:
+        if on_finished is not None or round_end is not None:
             finish_callback = report_finished
 
         # With environments or in the open order, the schedule depends on time, which differs between ranks:
         # the first rank of a replica computes the schedule for all of the replica's ranks.
-        is_led = self.environment is not None or rendezvous is not None
+        only_leader_schedules = self.environment is not None or round_end is not None
         new_tokens = sample_round(
             self.engine,
             self.layout,
@@ -131,9 +131,9 @@ class RolloutRole:
                 f"of round {round_number}",
                 self.layout,
                 self.rank,
-                is_led,
+                only_leader_schedules,
             ),
-            make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
+            make_scheduler=partial(self._make_scheduler, round_end, only_leader_schedules),
             routing_shape=self._routing_shape,
             max_in_flight=self._max_in_flight,
             on_finished=finish_callback,
@@ -156,8 +156,8 @@ class RolloutRole:
         Collective over the replica group.
         """
         # In the open order the replicas sample until all ranks without an engine have reached this call.
-        if generation_round.rendezvous is not None and self.engine is None:
-            arrive_at_rendezvous(generation_round.rendezvous)
+        if generation_round.open_round_number is not None and self.engine is None:
+            count_waiting_learner(generation_round.open_round_number)
 
         shard = replica_group.gather_rows(new_tokens.shard)
 
@@ -179,21 +179,22 @@ class RolloutRole:
 
     def _make_scheduler(
         self,
-        rendezvous: Rendezvous | None,
-        is_led: bool,
+        round_end: OpenRoundEnd | None,
+        only_leader_schedules: bool,
         engine: Generator,
         queue: ReplicaQueue,
     ) -> ReplicaScheduler:
         """Return the scheduler of this rank's replica: a `MultiTurnScheduler` on ranks with environments.
 
-        ``is_led``: whether only the first rank of the replica computes the schedule and broadcasts it.
+        ``only_leader_schedules``: whether only the first rank of the replica computes the schedule and
+        broadcasts it.
         """
-        # In the open order the rendezvous ends the round; otherwise the round ends with its last group.
+        # In the open order `OpenRoundEnd` ends the round; otherwise the round ends with its last group.
         coordinates = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[coordinates.data]
         stop_when = None
-        if rendezvous is not None:
-            stop_when = rendezvous.is_over
+        if round_end is not None:
+            stop_when = round_end.is_over
 
         # Only the replica's first rank has environments; the other ranks receive its schedule.
         if self._environment_pool is not None:
@@ -212,7 +213,7 @@ class RolloutRole:
             queue,
             stop_when=stop_when,
             ranks=ranks,
-            is_led=is_led,
+            only_leader_schedules=only_leader_schedules,
             is_leader=coordinates.tensor == 0,
         )
 

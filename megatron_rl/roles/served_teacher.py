@@ -21,7 +21,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.rewards.servers import (
     CIRCUIT_OPEN,
-    NONSENSE,
+    MALFORMED,
     RATE_LIMITED,
     REQUESTS,
     RETRIES,
@@ -107,7 +107,7 @@ class ServedTeacher:
             if reason is None:
                 problem = row_columns.read_reply(reply, tokens, masks[row])
                 if problem is not None:
-                    reason = NONSENSE
+                    reason = MALFORMED
                     message = problem
             if reason is not None:
                 row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)

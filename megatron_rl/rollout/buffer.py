@@ -85,8 +85,8 @@ class RolloutBuffer:
 
         ``required`` has the flags of `flag_required`.
         """
-        finished_in = [group.finished_in for group in self.started]
-        selected_indices = set(select_groups(finished_in, required, count))
+        finish_rounds = [group.finish_round for group in self.started]
+        selected_indices = set(select_groups(finish_rounds, required, count))
 
         selected = []
         remaining = []
@@ -97,18 +97,22 @@ class RolloutBuffer:
                 remaining.append(group)
         self.started = remaining
 
-        # Give the remaining groups priority in the next step, whose token rounds are numbered from 1.
+        # Give the remaining finished groups priority in the next step: `select_groups` prefers a lower round,
+        # and the rounds of a step are numbered from 1.
         for group in self.started:
             for sequence in group.sequences:
-                sequence.finished_in = 0
+                sequence.finish_round = 0
         return selected
 
-    def restart_unstarted(self) -> int:
-        """Restart the groups that have no sampled tokens and no finished sequence; return their number."""
-        unstarted = [group for group in self.started if group.is_unstarted]
-        self.started = [group for group in self.started if not group.is_unstarted]
-        self.restart(unstarted)
-        return len(unstarted)
+    def restart_groups_without_progress(self) -> int:
+        """Restart the groups that have no sampled tokens and no finished sequence; return their number.
+
+        Restarting a group discards its sequences, and moves its prompt back to ``waiting``.
+        """
+        without_progress = [group for group in self.started if group.has_no_progress]
+        self.started = [group for group in self.started if not group.has_no_progress]
+        self.restart(without_progress)
+        return len(without_progress)
 
     def restart_all(self) -> None:
         """Drop all started groups and move their prompts back to ``waiting``."""
@@ -166,25 +170,28 @@ class RolloutBuffer:
 
 
 def select_groups(
-    finished_in: abc.Sequence[int | None],
+    finish_rounds: abc.Sequence[int | None],
     required: abc.Sequence[bool],
     count: int,
 ) -> list[int]:
     """Select ``count`` finished groups for the training batch; return their indices in ascending order.
 
-    Required groups have priority, then groups that finished in an earlier token round, then groups that were
-    started earlier. ``finished_in`` is the token round in which each group finished, or None if it is
-    unfinished. More than ``count`` groups are selected only if more are required.
+    ``finish_rounds`` has, for each group, the number of the token round in which the group finished, or None
+    if it is unfinished. A step samples in one or more token rounds, each with a maximum number of tokens per
+    sequence. ``required`` has the flags of `RolloutBuffer.flag_required`.
+
+    Required groups have priority, then groups with an earlier finish round, then groups that were started
+    earlier. More than ``count`` groups are selected only if more are required.
 
     Example:
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
         [0, 2]
     """
-    # Candidates are sorted by (not required, token round, index): False sorts before True.
+    # Candidates are sorted by (not required, finish round, index): False sorts before True.
     candidates = [
-        (not required[index], token_round, index)
-        for index, token_round in enumerate(finished_in)
-        if token_round is not None
+        (not required[index], finish_round, index)
+        for index, finish_round in enumerate(finish_rounds)
+        if finish_round is not None
     ]
     num_selected = max(count, sum(required))
     selected = sorted(candidates)[:num_selected]

@@ -64,10 +64,11 @@ def start_groups(
     seed: int,
     version: int,
 ) -> list[SequenceGroup]:
-    """Start waiting groups: return groups of ``samples_per_prompt`` new sequences with the same prompts.
+    """Create ``samples_per_prompt`` new sequences for the prompt of each waiting group.
 
-    ``version`` is the version of the weights that will sample. The seed of a sequence depends only on
-    ``seed`` and on the sequence's index among all new sequences.
+    Returns a new group of these sequences for each of ``groups``. ``version`` is the version of the weights
+    that will sample. The seed of a sequence depends only on ``seed`` and on the sequence's index among all
+    new sequences.
     """
     # Every rank computes the same seeds.
     seeds = derive_row_seeds(seed, range(len(groups) * samples_per_prompt))
@@ -88,7 +89,9 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     """Concatenate the sequences of all groups into one ragged batch, in the order of the groups."""
     sequences = [sequence for group in groups for sequence in group.sequences]
 
-    # Concatenate the per-token values. Prompt tokens have version `OBSERVED`, log-prob 0 and no support.
+    # Concatenate the per-token values. `support` has the token ids that the sampling filters (such as top-p)
+    # left for each sampled token, and `support_sizes` their number. No filter applies to a prompt token, so
+    # its size is 0. Its version is `OBSERVED`, and its log-prob 0.
     tokens = array("q")
     log_probs = array("d")
     versions = array("i")
@@ -152,11 +155,16 @@ def to_groups(
     rollouts: Rollouts,
     seeds: Tensor,
 ) -> list[SequenceGroup]:
-    """Restore groups from the results of `to_prompts` and `to_rollouts`, and the sequences' seeds [B]."""
+    """Restore the groups of a checkpoint; the inverse of `to_prompts` and `to_rollouts`.
+
+    ``prompts`` is the result of `to_prompts`, ``rollouts`` of `to_rollouts`, and ``seeds`` [B] are the seeds
+    of the B sequences.
+    """
     assert rollouts.token_versions is not None
     assert rollouts.support_sizes is not None and rollouts.support is not None
 
-    # Split the per-token values into one slice per sequence.
+    # Split the per-token values into one slice per sequence. A sequence's slice of `rollouts.support` has the
+    # token ids that the sampling filters left for each of its tokens, so its length is the sum of the sizes.
     lengths = rollouts.lengths
     tokens = split_rows(rollouts.tokens, lengths)
     log_probs = split_rows(rollouts.rollout_log_probs, lengths)
@@ -245,6 +253,8 @@ def collect_new_tokens(
     prompts that environments replaced. ``routing_shape`` is (layers, experts per token) if the engine records
     the experts of each token, or None.
     """
+    # `support` has, for each sampled token, the token ids that the sampling filters (such as top-p) left, and
+    # `support_sizes` has their number.
     tokens = array("q")
     log_probs = array("d")
     versions = array("i")
@@ -263,12 +273,13 @@ def collect_new_tokens(
     for sequence, start in zip(sequences, old_lengths, strict=True):
         new_token_counts.append(len(sequence.tokens) - start)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
-    finish_rounds = [sequence.finished_in for sequence in sequences]
+    finish_rounds = [sequence.finish_round for sequence in sequences]
     shard = RowShard(
         rows,
         torch.tensor(new_token_counts, dtype=torch.int64),
         {
             "tokens": _to_tensor(tokens, torch.int64),
+            # True for sampled tokens, False for observations of an environment.
             "mask": _to_tensor(versions, torch.int32) != OBSERVED,
             "log_probs": _to_tensor(log_probs, torch.float32),
             "support_sizes": _to_tensor(support_sizes, torch.int32),
@@ -300,18 +311,19 @@ def append_new_tokens(
     new_tokens: NewTokens,
     version: int,
 ) -> None:
-    """Append a round's gathered tokens, sampled by weights of ``version``, to the buffer's ``sequences``.
+    """Append the gathered tokens of a generation round to the buffer's ``sequences``.
 
-    ``sequences`` are all sequences in `GenerationRound.unfinished`, in order. Only this function changes
-    sequences of the buffer. Every rank calls it with the same ``new_tokens``, so the buffer stays equal on
-    all ranks.
+    ``version`` is the version of the weights that sampled them. ``sequences`` are all sequences in
+    `GenerationRound.unfinished`, in order. Only this function changes sequences of the buffer. Every rank
+    calls it with the same ``new_tokens``, so the buffer stays equal on all ranks.
     """
     shard = new_tokens.shard
     lengths = shard.lengths
     mask = shard.tokens["mask"]
     token_versions = torch.where(mask, version, OBSERVED).to(torch.int32)
 
-    # Split the per-token values into one slice per sequence.
+    # Split the per-token values into one slice per sequence. The entry "support_sizes" of `tokens` has the
+    # number of token ids that the sampling filters left for each token, and that of `items` has these ids.
     tokens = split_rows(shard.tokens["tokens"], lengths)
     log_probs = split_rows(shard.tokens["log_probs"].double(), lengths)
     versions = split_rows(token_versions, lengths)
@@ -331,7 +343,7 @@ def append_new_tokens(
         sequence.support_sizes += _to_array("i", support_sizes[row])
         sequence.support += _to_array("i", supports[row])
         sequence.finish_reason = finish_reasons[row]
-        sequence.finished_in = finish_rounds[row]
+        sequence.finish_round = finish_rounds[row]
 
     # Optional values: outcomes and prompts of environments, experts of models with routing replay.
     for position, outcome in new_tokens.outcomes.items():

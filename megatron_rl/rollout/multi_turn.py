@@ -6,7 +6,7 @@ return the observations that the sequence already has.
 
 A conversation alternates between two states. Either its environment is computing, or the environment waits
 for a turn of the policy. Then the engine samples, possibly over several requests and steps, until the turn is
-complete.
+complete. In a *token round*, the engine samples at most a given number of tokens for each sequence.
 
 Only the first rank of a replica schedules, because only this rank exchanges messages with the environments.
 """
@@ -69,8 +69,9 @@ class _Conversation:
     stop_finder: StopTextFinder
     """Finder of stop texts in the policy's turns."""
 
-    exchanged_tokens: int = 0
-    """Number of response tokens that the environment has received as turns or returned as observations."""
+    exchanged_end: int = 0
+    """Index in the response of the first token that the environment has not exchanged yet: neither received
+    as part of a turn, nor returned as part of an observation."""
 
     has_replaced_prompt: bool = False
     """Whether the environment has replaced the record's prompt by its own messages."""
@@ -82,10 +83,10 @@ class _Conversation:
     """Whether the sequence has an open request."""
 
     round_tokens_left: int | None = None
-    """Maximum number of tokens that this token round may still sample, or None for no limit."""
+    """Maximum number of tokens that the engine may still sample in this token round, or None for no limit."""
 
     turn_tokens_left: int | None = None
-    """Maximum number of tokens that this turn may still sample, or None for no limit."""
+    """Maximum number of tokens that the engine may still sample for this turn, or None for no limit."""
 
     template_kwargs: abc.Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments with which the chat template renders the conversation."""
@@ -106,32 +107,37 @@ class _Conversation:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the sequence gets no more tokens in this token round.
+        """Return whether the sequence has nothing to do until the next token round.
 
-        This is true if the sequence is finished. It is also true if the environment waits for a turn and no
-        request is open: `schedule` submits a request unless the token round permits no more tokens.
+        A finished sequence is idle. So is a sequence whose environment waits for a turn while the engine has
+        no request for it: `schedule` has then made no request, since the round's limit of tokens is reached.
         """
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
     @property
     def needs_request(self) -> bool:
-        """Return whether an awaited turn has no open request, and this token round permits more tokens."""
+        """Return whether `schedule` must make a request for the turn that the environment waits for.
+
+        It must not if the engine already has a request for the turn, or if the sequence has reached the
+        maximum number of tokens of this token round.
+        """
         if self.sequence.is_finished or self.in_engine or not self.awaits_turn:
             return False
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the response tokens from ``exchanged_tokens`` to ``end`` are a complete turn."""
-        # In a replay, the turn ends before the observation that follows it in the sequence.
+        """Return whether the response tokens ``exchanged_end`` to ``end`` are a complete turn."""
+        # A restarted environment gets the existing turns again (a replay). Such a turn ends before the
+        # observation that follows it in the sequence.
         is_replayed = end < len(self.sequence.tokens)
         if is_replayed or self.is_full or self.turn_tokens_left == 0:
             return True
         return self.ends_with_stop(end)
 
     def ends_with_stop(self, end: int) -> bool:
-        """Return whether the turn from ``exchanged_tokens`` to ``end`` ends with a stop token or text."""
+        """Return whether the turn, tokens ``exchanged_end`` to ``end``, ends with a stop token or text."""
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stop_finder.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_tokens)
+        return self.stop_finder.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_end)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -141,7 +147,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     environments respond.
 
     Additional arguments:
-        hosts: processes that run the environments.
+        environments: pool of the processes that run the environments.
         chat: chat formats that render the environments' messages.
         parse_tool_calls: function that parses the tool calls in a turn, or None without tools.
     """
@@ -150,7 +156,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         self,
         engine: Generator,
         queue: ReplicaQueue,
-        hosts: EnvironmentPool,
+        environments: EnvironmentPool,
         chat: ChatFormats,
         parse_tool_calls: ToolParser | None = None,
         *,
@@ -162,22 +168,27 @@ class MultiTurnScheduler(ReplicaScheduler):
             queue,
             stop_when=stop_when,
             ranks=ranks,
-            is_led=True,
+            # Only the replica's first rank exchanges messages with the environments, so only it can schedule.
+            only_leader_schedules=True,
         )
 
-        self._hosts = hosts
+        self._environments = environments
         self._chat = chat
         self._stop_finder = StopTextFinder(lambda: chat.tokenizer)
         self._parse_tool_calls = parse_tool_calls
 
-        # Conversations in the order of `admitted`, and by their episode's number.
+        # Conversations of the admitted sequences, in the order of `ReplicaScheduler.admitted`, and by the
+        # number of their episode in the pool of environments.
         self._conversations: list[_Conversation] = []
         self._conversation_by_episode: dict[int, _Conversation] = {}
         # Numbers of open requests whose sequences have finished, to abort in the next engine step.
         self._aborts: list[int] = []
 
     def start_token_round(self, tokens: int | None) -> None:
-        """See `ReplicaScheduler.start_token_round`."""
+        """Start a token round, in which at most ``tokens`` tokens are sampled for each conversation.
+
+        None means no limit; see `ReplicaScheduler.start_token_round`.
+        """
         super().start_token_round(tokens)
         for conversation in self._conversations:
             conversation.round_tokens_left = tokens
@@ -191,7 +202,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 # If both limits are None, the request is for all tokens that the response has room for.
                 limits = [limit for limit in optional_limits if limit is not None]
                 limit = min(limits, default=None)
-                requests.append(self.make_request(conversation.number, limit, conversation.exchanged_tokens))
+                requests.append(self.make_request(conversation.number, limit, conversation.exchanged_end))
                 conversation.in_engine = True
 
         # Start environments after making requests: a new sequence needs no request until its environment has
@@ -213,7 +224,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         # Create a conversation for each new sequence, even if it has failed because its prompt is too long.
         for admitted_index in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[admitted_index]
-            # The prompt is a batch of one row.
+            # A group's prompt is a `PromptBatch` of one prompt, so its fields are indexed with 0.
             prompt = self.queue.round.groups[admitted.group].prompt
             template_kwargs: abc.Mapping[str, Any] = {}
             if prompt.template_kwargs is not None:
@@ -221,10 +232,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation = _Conversation(
                 admitted.sequence,
                 number=admitted_index,
-                episode=self._hosts.reserve_numbers(1),
+                episode=self._environments.reserve_numbers(1),
                 max_model_len=self.engine.max_model_len,
                 stop_finder=self._stop_finder,
-                round_tokens_left=self._token_round,
+                # A new sequence has the complete limit of the current token round.
+                round_tokens_left=self._max_round_tokens,
                 template_kwargs=template_kwargs,
             )
             self._conversations.append(conversation)
@@ -232,7 +244,7 @@ class MultiTurnScheduler(ReplicaScheduler):
 
             if not admitted.sequence.is_finished:
                 episode_values = self._make_episode_values(admitted_index)
-                self._hosts.start_episode(conversation.episode, episode_values)
+                self._environments.start_episode(conversation.episode, episode_values)
 
     def _make_episode_values(self, admitted_index: int) -> dict[str, Any]:
         """Make the `Episode` fields that the environment of ``admitted[admitted_index]`` receives."""
@@ -254,13 +266,13 @@ class MultiTurnScheduler(ReplicaScheduler):
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
 
-        for event in self._hosts.poll_events(wait_seconds):
+        for event in self._environments.poll_events(wait_seconds):
             conversation = self._conversation_by_episode[event.number]
             if isinstance(event, TurnRequest):
                 self._process_turn_request(conversation, event)
             elif isinstance(event, EpisodeRestart):
                 # The new environment has received nothing: replay the existing tokens.
-                conversation.exchanged_tokens = 0
+                conversation.exchanged_end = 0
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
             else:
@@ -273,7 +285,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """
         for conversation in self._conversations:
             if not conversation.sequence.is_finished:
-                self._hosts.cancel_episode(conversation.episode)
+                self._environments.cancel_episode(conversation.episode)
 
     def collect_replaced_prompts(self) -> dict[int, list[int]]:
         """See `ReplicaScheduler.collect_replaced_prompts`."""
@@ -307,9 +319,9 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._send_turn(conversation, len(sequence.tokens))
 
     def _send_turn(self, conversation: _Conversation, end: int) -> None:
-        """Send the response tokens from ``exchanged_tokens`` to ``end`` to the environment as a turn."""
+        """Send the response tokens ``exchanged_end`` to ``end`` to the environment as a turn."""
         sequence = conversation.sequence
-        start = conversation.exchanged_tokens
+        start = conversation.exchanged_end
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.ends_with_stop(end)
         num_context_tokens = len(sequence.prompt) + start
@@ -331,11 +343,11 @@ class MultiTurnScheduler(ReplicaScheduler):
                 ]
                 text = content
 
-        conversation.exchanged_tokens = end
+        conversation.exchanged_end = end
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
-        self._hosts.send_turn(
+        self._environments.send_turn(
             conversation.episode,
             text,
             tuple(turn),
@@ -350,12 +362,17 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         event: TurnRequest,
     ) -> None:
-        """Process an environment's request for a turn, which may contain an observation.
+        """Process an environment's request for a turn of the policy.
 
-        The observation is appended. The sequence may already have tokens of the requested turn: in a replay,
-        or if sampling was interrupted. A complete turn is sent; otherwise the turn is marked as awaited.
+        The request may contain an observation, which is appended to the sequence. If the sequence already has
+        all tokens of the requested turn, the turn is sent to the environment. Otherwise ``awaits_turn`` is
+        set, so that `schedule` makes a request for the missing tokens.
+
+        The sequence has such tokens if the episode is replayed to a restarted environment, or if an earlier
+        step ended within the turn.
         """
-        if conversation.exchanged_tokens:
+        # Before the first turn, the environment may only replace the prompt. Later it may send observations.
+        if conversation.exchanged_end:
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
@@ -367,14 +384,14 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         # Find the end of the turn's tokens that have already been sampled.
         sequence = conversation.sequence
-        end = conversation.exchanged_tokens
+        end = conversation.exchanged_end
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
         # The limit of the turn includes the tokens that have already been sampled.
         conversation.turn_tokens_left = None
         if event.limit is not None:
-            num_sampled = end - conversation.exchanged_tokens
+            num_sampled = end - conversation.exchanged_end
             conversation.turn_tokens_left = max(0, event.limit - num_sampled)
         if conversation.is_turn_complete(end):
             self._send_turn(conversation, end)
@@ -391,7 +408,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         In a replay, the episode fails if the environment ends before it has returned all observations in the
         sequence.
         """
-        remaining_versions = conversation.sequence.versions[conversation.exchanged_tokens :]
+        remaining_versions = conversation.sequence.versions[conversation.exchanged_end :]
         if event.failure is None and OBSERVED in remaining_versions:
             message = "the replayed environment ended before an observation"
             self._fail_episode(conversation, DIVERGED, message)
@@ -408,7 +425,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         Returns false if the episode has failed, or if the sequence has no room for another turn.
         """
         sequence = conversation.sequence
-        start = conversation.exchanged_tokens
+        start = conversation.exchanged_end
 
         # Tokenise the messages as a continuation of the turn, whose last token may be a stop token.
         stop_token = None
@@ -442,11 +459,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             # The response has no room for the observation and one more token: end the episode before the
             # observation.
             conversation.dropped_tokens = len(observed_tokens)
-            self._hosts.reject_turn(conversation.episode)
+            self._environments.reject_turn(conversation.episode)
             return False
         else:
             sequence.append_observed(observed_tokens)
-        conversation.exchanged_tokens = end
+        conversation.exchanged_end = end
         return True
 
     def _replace_prompt(
@@ -487,7 +504,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         message: str,
     ) -> None:
         """End the environment, and finish the sequence as failed for ``reason``, such as `DIVERGED`."""
-        self._hosts.cancel_episode(conversation.episode)
+        self._environments.cancel_episode(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish_sequence(conversation, event)
 

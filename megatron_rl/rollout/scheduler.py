@@ -6,10 +6,10 @@ appends the completions, until all its sequences are finished or the round ends.
 
 A round has one of two orders (`rollout.order`), which determine when it ends:
 
-* closed: the round consists of token rounds. In a token round, up to ``token_round`` tokens are sampled for
-  each unfinished sequence. Then the replicas gather which sequences are finished. Token rounds are repeated
-  until enough groups are finished. The result depends only on the lengths of responses, not on time, so a
-  run is repeatable.
+* closed: the round consists of token rounds. In a token round, up to ``max_round_tokens`` tokens are sampled
+  for each unfinished sequence. Then the replicas gather which sequences are finished. Token rounds are
+  repeated until enough groups are finished. The result depends only on the lengths of responses, not on
+  time, so a run is repeatable.
 
 * open: the round ends between two engine steps, when ``stop_when`` returns true: the learners (ranks without
   an engine) wait for the end of the round, and enough groups are finished. The result depends on time.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class GenerationRound:
     Example:
         Three groups are in flight. The round ends when two groups including the first are finished::
 
-            GenerationRound(groups, required=(True, False, False), batch_groups=2, version=7, token_round=512)
+            GenerationRound(groups, (True, False, False), batch_groups=2, version=7, max_round_tokens=512)
     """
 
     groups: tuple[SequenceGroup, ...]
@@ -60,12 +60,13 @@ class GenerationRound:
     version: int
     """Version of the weights that sample, at least 0, since -1 marks observed tokens (`OBSERVED`)."""
 
-    token_round: int | None = None
-    """Maximum number of tokens per sequence between two gathers of the closed order; None for a single token
+    max_round_tokens: int | None = None
+    """Maximum number of tokens per sequence in a token round of the closed order. None for a single token
     round, in which every sequence finishes."""
 
-    rendezvous: int | None = None
-    """Number of the `Rendezvous` that ends a round of the open order; None in the closed order."""
+    open_round_number: int | None = None
+    """Number of this round among all rounds of the open order, or None in the closed order. The counters of
+    `OpenRoundEnd` in the job's store have this number in their keys."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
@@ -98,8 +99,8 @@ def enough_groups_finished(
     return all(is_finished for is_finished, is_required in pairs if is_required)
 
 
-class Rendezvous:
-    """Condition that ends an open round: all learners wait, and enough groups are finished.
+class OpenRoundEnd:
+    """Condition that ends a round of the open order: all learners wait, and enough groups are finished.
 
     The condition compares counters in the job's store. The counters only increase, so every replica observes
     the end of the round, but replicas may observe it at different engine steps.
@@ -123,27 +124,32 @@ class Rendezvous:
 
     def count_finished(self, group_index: int) -> None:
         """Count a finished group of the round; call it once per group, on the first rank of its replica."""
-        rendezvous = self._round.rendezvous
-        store_increment(f"finished by rendezvous {rendezvous}")
+        number = self._round.open_round_number
+        store_increment(f"finished groups of open round {number}")
         if self._round.required[group_index]:
-            store_increment(f"required and finished by rendezvous {rendezvous}")
+            store_increment(f"finished required groups of open round {number}")
 
     def is_over(self) -> bool:
-        """Return whether all learners wait and enough groups, with all required groups, are finished."""
-        rendezvous = self._round.rendezvous
+        """Return whether the round can end.
+
+        It can end if all learners wait for its tokens, enough groups are finished, and all required groups
+        are finished. A required group would be too old for training in the next round.
+        """
+        number = self._round.open_round_number
         return (
-            store_value(f"waiting for rendezvous {rendezvous}") >= self._num_learners
-            and store_value(f"finished by rendezvous {rendezvous}") >= self._num_to_finish
-            and store_value(f"required and finished by rendezvous {rendezvous}") >= self._num_required
+            store_value(f"waiting learners of open round {number}") >= self._num_learners
+            and store_value(f"finished groups of open round {number}") >= self._num_to_finish
+            and store_value(f"finished required groups of open round {number}") >= self._num_required
         )
 
 
-def arrive_at_rendezvous(number: int) -> None:
-    """Increment the number of learners that wait for the end of an open round.
+def count_waiting_learner(number: int) -> None:
+    """Count this rank among the learners that wait for the tokens of a generation round.
 
-    Returns at once. ``number``: `GenerationRound.rendezvous` of the round.
+    With ``rollout.order: open``, the engines sample until all learners (ranks without an engine) wait. The
+    call itself returns at once. ``number`` is `GenerationRound.open_round_number` of the round.
     """
-    store_increment(f"waiting for rendezvous {number}")
+    store_increment(f"waiting learners of open round {number}")
 
 
 class AdmittedSequence(NamedTuple):
@@ -259,16 +265,20 @@ class ReplicaQueue:
         groups = []
         for index in finished_indices:
             admitted_sequences = self._admitted_by_group.pop(index)
-            groups.append((index, self._with_copies(index, admitted_sequences)))
+            groups.append((index, self._make_finished_group(index, admitted_sequences)))
         return groups
 
-    def _with_copies(
+    def _make_finished_group(
         self,
         index: int,
         admitted_sequences: abc.Sequence[AdmittedSequence],
     ) -> SequenceGroup:
-        """Return the round's group ``index``, with this replica's copies in place of its sequences."""
-        # Match sequences by identity. A sequence that finished in an earlier step has no copy.
+        """Make the finished group with this ``index`` in the round.
+
+        The replica has appended tokens to copies of the sequences, so the group is made of these copies.
+        """
+        # Match sequences by identity. A sequence that finished in an earlier step has no copy: use the
+        # original.
         copies = {}
         for admitted in admitted_sequences:
             _, original = self.round.unfinished[admitted.position]
@@ -297,7 +307,7 @@ class ReplicaQueue:
         """Copy the sequence at ``position``; mark the copy as failed if it has no room for a response."""
         group_index, sequence = self.round.unfinished[position]
         copy = sequence.copy()
-        copy.finished_in = 0
+        copy.finish_round = 0
         start = len(copy.tokens)
         if start == 0 and compute_response_room(copy, self._max_model_len) < 1:
             copy.finish_reason = FINISH_FAILED
@@ -339,9 +349,9 @@ class ReplicaScheduler:
 
     Collective over ``ranks``, the ranks of the replica, which must all make the same engine calls. If the
     schedule depends only on the engine's completions, every rank computes it, without communication.
-    Otherwise ``is_led`` is true: only the first rank (``is_leader``) computes the schedule, and broadcasts a
-    `SchedulerOutput` per engine step. If ``stop_when`` returns true, the round ends before the next engine
-    step.
+    Otherwise ``only_leader_schedules`` is true: only the first rank (``is_leader``) computes the schedule,
+    and broadcasts a `SchedulerOutput` per engine step. If ``stop_when`` returns true, the round ends before
+    the next engine step.
     """
 
     def __init__(
@@ -351,7 +361,7 @@ class ReplicaScheduler:
         *,
         stop_when: Callable[[], bool] | None = None,
         ranks: tuple[int, ...] = (0,),
-        is_led: bool = False,
+        only_leader_schedules: bool = False,
         is_leader: bool = True,
     ) -> None:
         self.engine = engine
@@ -359,12 +369,13 @@ class ReplicaScheduler:
         self.admitted: list[AdmittedSequence] = []
         self._stop_when = stop_when
         self._ranks = ranks
-        self._is_led = is_led
-        self._computes_schedule = is_leader or not is_led
+        self._only_leader_schedules = only_leader_schedules
+        self._computes_schedule = is_leader or not only_leader_schedules
         self._version = queue.round.version
 
-        # Maximum number of tokens per sequence in this token round, or None for no limit.
-        self._token_round: int | None = None
+        # Maximum number of tokens that are sampled for a sequence in the current call of `run_token_round`,
+        # or None for no limit.
+        self._max_round_tokens: int | None = None
         # Indices in `admitted` of the sequences that need a request, and the number of open requests.
         self._pending: list[int] = []
         self._num_running = 0
@@ -390,8 +401,12 @@ class ReplicaScheduler:
                 self._append_interrupted(completions)
 
     def start_token_round(self, tokens: int | None) -> None:
-        """Start a token round: every unfinished sequence needs a request for at most ``tokens`` tokens."""
-        self._token_round = tokens
+        """Start a token round, in which at most ``tokens`` tokens are sampled for each sequence.
+
+        Every unfinished sequence is marked as pending, so that `schedule` makes a request for it. Without a
+        limit (None), every sequence finishes in the round.
+        """
+        self._max_round_tokens = tokens
         self._pending = []
         for admitted_index, admitted in enumerate(self.admitted):
             if not admitted.sequence.is_finished:
@@ -403,7 +418,7 @@ class ReplicaScheduler:
         if self._computes_schedule:
             output = self._schedule_or_stop()
         # If only the first rank computes the schedule, it broadcasts the schedule, or None if the round ends.
-        if self._is_led:
+        if self._only_leader_schedules:
             output = broadcast_object(output, self._ranks)
         if output is None:
             return False
@@ -429,7 +444,7 @@ class ReplicaScheduler:
         """Return the next requests, or None if no request is open and no sequence needs one."""
         num_in_flight = self._num_running + len(self._pending)
         self._pending += self.admit_sequences(num_in_flight)
-        requests = tuple(self.make_request(index, self._token_round) for index in self._pending)
+        requests = tuple(self.make_request(index, self._max_round_tokens) for index in self._pending)
         self._num_running += len(requests)
         self._pending = []
 
@@ -443,8 +458,8 @@ class ReplicaScheduler:
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             sequence.append_sampled(completion, self._version)
-            # FINISH_LENGTH may only mean the end of the token round: the sequence is unfinished if it has
-            # room for tokens.
+            # A request also gets FINISH_LENGTH if the limit of this call of `run_token_round` is reached. The
+            # sequence is finished only if its response has no room for more tokens.
             if completion.finish_reason != FINISH_LENGTH or self.compute_remaining_room(sequence) < 1:
                 sequence.finish_reason = completion.finish_reason
 
@@ -575,7 +590,7 @@ def sample_round(
     all_ranks = ReplicaGroup(layout.ranks)
     coordinates = layout.coordinates(rank)
     is_output_rank = coordinates.tensor == 0
-    is_open = generation_round.rendezvous is not None
+    is_open = generation_round.open_round_number is not None
 
     # Engines retain the key-value cache of interrupted requests, which exist only in the open order.
     replica_by_cached_seed = None
@@ -600,7 +615,7 @@ def sample_round(
             for index, group in scheduler.pop_finished_groups():
                 on_finished(index, group)
 
-    if generation_round.token_round is None:
+    if generation_round.max_round_tokens is None:
         _run_until_finished(scheduler, generation_round, report_finished)
     else:
         _run_token_rounds(
@@ -614,9 +629,9 @@ def sample_round(
     # `append_new_tokens` expects every sequence of the round, even those that no replica has started.
     scheduler.close()
     scheduler.admit_remaining()
-    if generation_round.token_round is None:
+    if generation_round.max_round_tokens is None:
         for admitted in scheduler.admitted:
-            admitted.sequence.finished_in = 1
+            admitted.sequence.finish_round = 1
 
     # The first rank reports for its replica: the other ranks have the same tokens, or no tokens if
     # only the first rank schedules.
@@ -630,12 +645,15 @@ def _run_until_finished(
     generation_round: GenerationRound,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample until every sequence is finished, or until an open round is over.
+    """Sample without a limit of tokens per sequence.
 
-    Calls ``report_finished`` after each engine step.
+    The closed order samples until every sequence is finished. The open order samples until the learners
+    (ranks without an engine) wait and enough groups are finished. Calls ``report_finished`` after each engine
+    step.
     """
-    # An open round continues until the learners wait, even if enough groups are already finished.
-    if generation_round.rendezvous is None and _has_enough_groups(generation_round, {}):
+    # In the closed order, sample nothing if enough groups are finished before the round. In the open order,
+    # sample until the learners wait, so that the engines are not idle.
+    if generation_round.open_round_number is None and _has_enough_groups(generation_round, set()):
         return
     scheduler.run_token_round(None, report_finished)
 
@@ -647,37 +665,39 @@ def _run_token_rounds(
     is_output_rank: bool,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample token rounds until enough groups are finished, counted over all replicas.
+    """Run token rounds until enough groups are finished, counted over all replicas.
 
-    Calls ``report_finished`` after each engine step.
+    In a token round, at most ``max_round_tokens`` tokens are sampled for each sequence. Then the ranks gather
+    which sequences are finished. Calls ``report_finished`` after each engine step.
     """
-    # Position of a sequence in the round -> token round in which it finished; equal on all ranks.
-    finished_in: dict[int, int] = {}
+    # Positions of the finished sequences in `GenerationRound.unfinished`, on all replicas.
+    finished_positions: set[int] = set()
     round_index = 0
-    while not _has_enough_groups(generation_round, finished_in):
+    while not _has_enough_groups(generation_round, finished_positions):
         round_index += 1
-        scheduler.run_token_round(generation_round.token_round, report_finished)
+        scheduler.run_token_round(generation_round.max_round_tokens, report_finished)
 
         newly_finished = []
         for admitted in scheduler.admitted:
-            if admitted.position not in finished_in and admitted.sequence.is_finished:
-                admitted.sequence.finished_in = round_index
+            if admitted.position not in finished_positions and admitted.sequence.is_finished:
+                admitted.sequence.finish_round = round_index
                 newly_finished.append(admitted.position)
 
         # Every rank needs the positions of all replicas, so that all make the same decision to continue.
         positions = newly_finished if is_output_rank else []
         for replica_positions in all_ranks.gather_objects(positions):
-            finished_in |= dict.fromkeys(replica_positions, round_index)
+            finished_positions.update(replica_positions)
 
 
-def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
+def _has_enough_groups(generation_round: GenerationRound, finished_positions: Set[int]) -> bool:
     """Return whether enough groups of a round are finished for the training batch.
 
-    ``finished_in`` has the positions of the sequences that finished during the round, with their token round.
+    ``finished_positions`` are the positions in `GenerationRound.unfinished` of the sequences that have
+    finished since the start of the round.
     """
     is_finished = [True] * len(generation_round.groups)
     for position, (group_index, _) in enumerate(generation_round.unfinished):
-        if position not in finished_in:
+        if position not in finished_positions:
             is_finished[group_index] = False
     return enough_groups_finished(is_finished, generation_round.required, generation_round.batch_groups)
 
@@ -704,18 +724,20 @@ def draw_queue_index(
     name: str,
     layout: ParallelLayout,
     rank: int,
-    is_led: bool,
+    only_leader_schedules: bool,
 ) -> int:
-    """Return the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
+    """Draw the next index of the queue ``name``, which all replicas of the job share.
 
-    The first rank gets the index from the store, and broadcasts it to the other ranks. If ``is_led`` is true,
-    only the first rank admits sequences. Then there is no broadcast, and the other ranks return an index
-    beyond the end of every queue.
+    Each index is drawn by one replica only. Its first rank gets the index from the job's store, and
+    broadcasts it to the replica's other ranks. So the call is collective over these ranks.
+
+    If ``only_leader_schedules`` is true, only the first rank of a replica admits sequences, and it does not
+    broadcast the index. The other ranks get an index beyond the end of every queue.
     """
     coordinates = layout.coordinates(rank)
     index = sys.maxsize
     if coordinates.tensor == 0:
         index = store_increment(name)
-    if is_led:
+    if only_leader_schedules:
         return index
     return broadcast_object(index, layout.groups("tensor")[coordinates.data])

@@ -51,7 +51,8 @@ class StopSearch:
         self._stop_texts = stop_texts
         self._retained_characters = max(len(text) for text in stop_texts) + _MARGIN
 
-        # The last tokens of the turn, and the index of the turn's first character in their text.
+        # The tokens to search, with the tokens before the turn, and the index in their text at which the turn
+        # begins.
         self._tokens = [*preceding_tokens, *turn_tokens]
         self._turn_start = len(decode(list(preceding_tokens)))
 
@@ -116,7 +117,8 @@ class StopTextFinder:
         if not sampling.stop_texts:
             return None
 
-        # Decoders may drop the leading space of a text, so decode the turn after the token that precedes it.
+        # Tokenizers may drop the first space of a text when they decode it. Decode the turn together with the
+        # token before it, so that the turn's own first space remains.
         turn_start = len(tokens) - turn_tokens
         preceding_tokens = tokens[max(0, turn_start - 1) : turn_start]
         return StopSearch(self._decode, sampling.stop_texts, preceding_tokens, tokens[turn_start:])

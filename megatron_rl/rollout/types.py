@@ -79,8 +79,8 @@ class Completion:
     """``FINISH_STOP``, ``FINISH_LENGTH`` (the request's limit was reached), or ``FINISH_FAILED``."""
 
     support: abc.Sequence[abc.Sequence[int]] = ()
-    """Support of each sampled token: the token ids that passed the filters, or no ids if all tokens passed.
-    Empty without filters."""
+    """Sampling support of each sampled token: the token ids that passed the filters (top-k, top-p and min-p),
+    or no ids if all tokens passed. Empty without filters."""
 
     experts: Tensor | None = None
     """[tokens, layers, experts per token] int16: the experts to which each token of request and completion
@@ -130,7 +130,8 @@ class Sequence:
     """[n] int32: version of the weights that sampled each token, `OBSERVED` if observed."""
 
     support_sizes: array = field(default_factory=lambda: array("i"))
-    """[n] int32: number of token ids in the support of each token, 0 without filters or if observed."""
+    """[n] int32: number of token ids in the sampling support of each token, see `Completion.support`; 0
+    without filters or if observed."""
 
     support: array = field(default_factory=lambda: array("i"))
     """[sum of support_sizes] int32: token ids of the supports, concatenated."""
@@ -142,8 +143,9 @@ class Sequence:
     finish_reason: int = UNFINISHED
     """``FINISH_STOP``, ``FINISH_LENGTH``, ``FINISH_FAILED`` or ``UNFINISHED``."""
 
-    finished_in: int = 0
-    """Token round of this step in which the sequence finished, counted from 1; 0 if in an earlier step."""
+    finish_round: int = 0
+    """Number of the token round in which the sequence finished, counted from 1 in each step; 0 if the
+    sequence finished in an earlier step."""
 
     outcome: Outcome | None = None
     """Reward or failure of the sequence's environment; None without an environment or before it ends."""
@@ -187,7 +189,8 @@ class Sequence:
         """Append the tokens of an environment's observation."""
         num_tokens = len(tokens)
         self.tokens.extend(tokens)
-        # Observed tokens are not sampled: they have no log-prob, no version of weights and no support.
+        # No policy has sampled these tokens. So they have no log-prob, no version of weights, and no sampling
+        # support (the token ids that top-k and top-p left to sample from).
         self.log_probs.extend([0.0] * num_tokens)
         self.versions.extend([OBSERVED] * num_tokens)
         self.support_sizes.extend([0] * num_tokens)
@@ -242,16 +245,20 @@ class SequenceGroup:
         return all(sequence.is_finished for sequence in self.sequences)
 
     @property
-    def is_unstarted(self) -> bool:
-        """Return whether no sequence is finished or has a sampled token, so that a restart loses no work."""
+    def has_no_progress(self) -> bool:
+        """Return whether the group has no finished sequence and no sampled token: a restart loses no work."""
         return not any(sequence.is_finished or sequence.num_sampled_tokens for sequence in self.sequences)
 
     @property
-    def finished_in(self) -> int | None:
-        """Return the token round in which the group's last sequence finished, or None if unfinished."""
+    def finish_round(self) -> int | None:
+        """Return the number of the token round in which the group's last sequence finished.
+
+        A step samples in one or more token rounds, each with a maximum number of tokens per sequence. The
+        number is 0 if the group finished in an earlier step. Returns None for an unfinished group.
+        """
         if not self.is_finished:
             return None
-        return max(sequence.finished_in for sequence in self.sequences)
+        return max(sequence.finish_round for sequence in self.sequences)
 
     @property
     def num_sampled_tokens(self) -> int:

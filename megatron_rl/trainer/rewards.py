@@ -222,7 +222,7 @@ def compute_row_rewards(
     Collective over the replica group.
     """
     is_unfiltered = torch.ones(len(rollouts), dtype=torch.bool)
-    is_unfiltered[list(filtered.names)] = False
+    is_unfiltered[list(filtered.filter_by_row)] = False
     # A reward model needs at least one row: if filters removed all rows, run it on all rows and ignore its
     # outputs.
     model_rows = is_unfiltered.nonzero().flatten()
@@ -344,8 +344,8 @@ def _invalid_reasons(
     # An invalid row without a scorer's reason has no response, or a reward that is not finite.
     reasons: list[str | None] = []
     for row, is_valid in enumerate(valid.tolist()):
-        if row in filtered.names:
-            reasons.append(f"{FILTERED}: {filtered.names[row]}")
+        if row in filtered.filter_by_row:
+            reasons.append(f"{FILTERED}: {filtered.filter_by_row[row]}")
         elif is_valid:
             reasons.append(None)
         elif row in reason_by_row:

@@ -49,11 +49,11 @@ from megatron_rl.types import (
     turn_starts,
 )
 
-_RENDEZVOUS_NUMBERS = itertools.count(1)
-"""Numbers of the `Rendezvous` that end generation rounds with `rollout.order: open`.
+_OPEN_ROUND_NUMBERS = itertools.count(1)
+"""Numbers of the generation rounds with `rollout.order: open`.
 
-All sources of a process use one counter, since their rendezvous use the same key-value store of the job. All
-ranks run the same rounds, so their counters are equal.
+All sources of a process use one counter, since their rounds have counters in the same key-value store of the
+job. All ranks run the same rounds, so their numbers are equal.
 """
 
 
@@ -146,7 +146,7 @@ class RolloutSource:
         # replicas are gathered. Only the gather determines which groups are finished, so no rewards can be
         # computed during sampling.
         on_finished = None
-        if reward.has_functions and generation_round.token_round is None:
+        if reward.has_functions and generation_round.max_round_tokens is None:
             on_finished = reward.start_early_rewards
         pending = PendingRound(generation_round, rollout.infer(generation_round, on_finished))
 
@@ -168,7 +168,7 @@ class RolloutSource:
         new_tokens = _gather_and_append(rollout, pending, replica_group)
 
         # With token rounds, no rewards are computed during sampling, see `start_round`.
-        if generation_round.token_round is None:
+        if generation_round.max_round_tokens is None:
             restore_early_rewards(
                 generation_round.groups,
                 self.roles.reward.gather_early_rewards(replica_group),
@@ -228,7 +228,7 @@ class RolloutSource:
         in this step, because they would be too old in the next. ``rollout/complete`` is the number of
         finished groups in the buffer.
         """
-        if generation_round.rendezvous is None:
+        if generation_round.open_round_number is None:
             sequence_rounds = new_tokens.shard.values["round"]
             round_count = float(sequence_rounds.max()) if len(sequence_rounds) else 0.0
             return Metrics.of({"rollout/rounds": round_count})
@@ -244,7 +244,7 @@ class RolloutSource:
         are discarded, and a later step samples new responses to their prompts.
         """
         # Restart groups without tokens, so that newer weights sample all of their tokens.
-        unstarted_count = self.buffer.restart_unstarted()
+        unstarted_count = self.buffer.restart_groups_without_progress()
         group_count = float(len(self.buffer.started))
         token_count = float(sum(group.num_sampled_tokens for group in self.buffer.started))
         if self.config.rollout.partial:
@@ -299,8 +299,8 @@ class RolloutSource:
                 max_updates=self._max_staleness,
             )
         # With `rollout.order: closed`, sampling ends after a token round (`rollout.round_tokens` tokens per
-        # sequence, then a gather) with enough finished groups. With ``open``, it ends at a rendezvous: all
-        # learners wait, and enough groups are finished.
+        # sequence, then a gather) with enough finished groups. With ``open``, it ends when all learners wait
+        # and enough groups are finished.
         if rollout.order == CLOSED:
             return GenerationRound(
                 groups,
@@ -314,7 +314,7 @@ class RolloutSource:
             required,
             prompt_count,
             version,
-            rendezvous=next(_RENDEZVOUS_NUMBERS),
+            open_round_number=next(_OPEN_ROUND_NUMBERS),
         )
 
     def _take_waiting_groups(self, count: int) -> list[SequenceGroup]:
@@ -479,7 +479,7 @@ def refill_filtered_rows(
     num_refilled = 0
     for attempt in range(1, max_attempts + 1):
         filtered = source.roles.reward.run_filters(prompts, rollouts, replica_group, early_rewards)
-        removed_rows = sorted(filtered.names)
+        removed_rows = sorted(filtered.filter_by_row)
         if not removed_rows:
             break
 
@@ -493,7 +493,7 @@ def refill_filtered_rows(
         early_rewards[FILTERS] = filtered.verdicts(range(row_count))
         for scorer, result_by_row in early_rewards.items():
             early_rewards[scorer] = {
-                row: result for row, result in result_by_row.items() if row not in filtered.names
+                row: result for row, result in result_by_row.items() if row not in filtered.filter_by_row
             }
 
     metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(row_count))

@@ -141,7 +141,7 @@ def test_no_scorer_and_no_model_sees_a_removed_response(on_filtered: str, tmp_pa
     model = Model()
     roles = SimpleNamespace(reward=reward, reward_models=(model,), has_single_scorer=False)
     removed = reward.run_filters(prompts, rollouts, alone())
-    assert removed.names == {1: "min_tokens", 4: "min_tokens"}
+    assert removed.filter_by_row == {1: "min_tokens", 4: "min_tokens"}
     assert removed.metrics.values() == {"filtered/min_tokens": pytest.approx(2 / 6)}
     found = compute_row_rewards(cast(Roles, roles), prompts, rollouts, alone(), None, removed)
     reward.close()

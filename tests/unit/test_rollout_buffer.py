@@ -44,7 +44,7 @@ def append(groups: list[SequenceGroup], version: int, *rows: Sequence, token_rou
     targets = unfinished(groups)
     assert len(rows) == len(targets)
     for row in rows:
-        row.finished_in = token_round
+        row.finish_round = token_round
     new = collect_new_tokens(list(range(len(rows))), rows, [0] * len(rows), {}, None)
     append_new_tokens(targets, new, version)
 
@@ -110,7 +110,7 @@ def test_prompts_of_unstarted_and_dropped_groups_wait_in_front_of_the_others():
     assert (len(buffer.finished), len(buffer.running), len(buffer.waiting)) == (1, 2, 1)
     (selected,) = buffer.select((False, False, False), 2)
     assert to_prompts([selected]).tokens.tolist() == [1]
-    assert buffer.restart_unstarted() == 1
+    assert buffer.restart_groups_without_progress() == 1
     buffer.restart_all()
     assert to_prompts(buffer.waiting).tokens.tolist() == [3, 2, 9]
     assert all(group.is_waiting for group in buffer.waiting)

@@ -78,7 +78,7 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
         threading.Thread(target=other.serve_forever, daemon=True).start()
         server = VllmServer(f"http://127.0.0.1:{other.server_address[1]}")
         with pytest.raises(UserError) as refused:
-            server.require_settings({}, ServerRequirements("float32", True, 16, "cpu"))
+            server.require_compatible_settings({}, ServerRequirements("float32", True, 16, "cpu"))
         other.shutdown()
     assert ("VLLM_SERVER_DEV_MODE" in str(refused.value.expected)) == vllm
 

@@ -54,8 +54,9 @@ class Generator(Protocol):
     def sampling(self) -> AbstractContextManager[None]:
         """Return a context for `submit` and `step` that restores the process's random generators.
 
-        At the end of the context, open requests are aborted, since the weights may change afterwards.
-        Interrupted requests whose seed is in `kept` remain. Raises RuntimeError if the weights are missing.
+        The random generators are restored at the end of the context. Open requests are then aborted, since
+        the weights may change afterwards. A request that `interrupt` has ended is not open: the engine may
+        retain its key-value cache, see `kept`. Raises RuntimeError if the weights are missing.
         """
         ...
 

@@ -79,17 +79,18 @@ class Server(Protocol):
         """
         ...
 
-    # Before a run: whether the server fits the run and is free.
+    # Before a run: whether the server is compatible with the run and is free.
 
-    def require_fit(self, config: RunConfig) -> int:
-        """Check that the server fits the run; return its maximum number of concurrent requests.
+    def require_compatible(self, config: RunConfig) -> int:
+        """Check that the server is compatible with the run.
 
-        Raises UserError if the server's model or settings do not fit ``config``.
+        Returns the server's maximum number of concurrent requests. Raises UserError if ``config``
+        requires another model or other settings.
         """
         ...
 
-    def require_token_sampling(self) -> None:
-        """Raise UserError unless the server accepts token ids to sample from."""
+    def require_token_prompts(self) -> None:
+        """Raise UserError unless the server accepts prompts of token ids."""
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
@@ -144,7 +145,7 @@ class Server(Protocol):
 
 
 def make_servers(config: RunConfig) -> list[Server]:
-    """Make the clients of the run's servers, in the order of `rollout.server.urls`."""
+    """Make a `Server`, the client object of a server, for each URL in `rollout.server.urls`."""
     # Import only the configured engine: the libraries of other engines need not be installed.
     engine_module = import_module(ENGINES[config.rollout.engine].module)
     return [engine_module.make_server(url) for url in config.rollout.server.urls]
@@ -181,7 +182,7 @@ class ServerGenerator:
     different server. `pop_resubmitted` returns the number of these requests. If no server remains, the
     request fails.
 
-    ``most_rows``: maximum number of open requests.
+    ``most_rows``: maximum number of open requests, see `Generator.most_rows`.
     ``client_index``: index of this client among all sampling ranks. Clients start with different servers, to
         share the load.
     ``on_close``: function that `close` calls.
@@ -208,9 +209,9 @@ class ServerGenerator:
         self._weights_name = ""
         self._num_resubmitted = 0
 
-        # Number of a request -> its task on the event loop.
+        # `GenerationRequest.number` of an open request -> its task on the event loop.
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
-        # Number of requests in flight on each server that has not been lost in this round.
+        # Server that has not been lost in this round -> count of its requests in flight.
         self._in_flight: dict[Server, int] = {}
         self._server_by_seed: dict[int, Server] = {}
 
@@ -424,7 +425,8 @@ class Lease:
     def _claim(self, server: Server, seconds: float) -> str | None:
         """Reserve a server for ``seconds``; return None on success, or the name of the current holder.
 
-        The holder's name contains the server's URL, so that a server with two URLs is detected.
+        The reservation is made under the name of the run and the URL. If `rollout.server.urls` has two URLs
+        of the same server, the second reservation fails, and the holder's name has the first URL.
         """
         return server.claim(f"{self._run_name} {server.url}", seconds)
 

@@ -83,10 +83,10 @@ class LetterServer:
             result["finish_reason"],
         )
 
-    def require_fit(self, config: RunConfig) -> int:
+    def require_compatible(self, config: RunConfig) -> int:
         return self._post("most_requests", {})
 
-    def require_token_sampling(self) -> None:
+    def require_token_prompts(self) -> None:
         # Every server of this engine samples tokens, so any response is enough.
         self._post("weights", {})
 

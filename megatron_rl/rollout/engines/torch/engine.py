@@ -120,7 +120,7 @@ class TorchEngine:
     ``tensor_name``: function that maps a parameter's name to its name in checkpoints.
     ``fused_experts``: layout of the parameters that contain all experts of a layer.
     ``max_model_len``: maximum number of tokens of a sequence, prompt included; None for no limit.
-    ``batch_rows``: maximum number of sequences that are decoded together.
+    ``batch_rows``: maximum number of sequences that are decoded together; the attribute ``most_rows``.
     ``stop_finder``: finder of stop texts; required for requests with stop texts.
     """
 
@@ -136,7 +136,8 @@ class TorchEngine:
         rank: int = 0,
         stop_finder: StopTextFinder | None = None,
     ) -> None:
-        # Members of the protocols. The decoder's model has weights from the start.
+        # Attributes of the protocols `Generator` and `WeightStore`. The engine starts with the weights of the
+        # decoder's model, so no update is needed before the first request.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None
@@ -149,7 +150,7 @@ class TorchEngine:
         self._fused_experts = fused_experts or FusedExperts()
         self._rank = rank
         self._stop_finder = stop_finder
-        # Number of a request -> the request, in the order of submission.
+        # `GenerationRequest.number` of an open request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
 
     @classmethod
@@ -224,7 +225,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Complete up to ``batch_rows`` requests, in the order of submission."""
+        """Complete the first ``most_rows`` open requests, in the order of submission, as one batch."""
         valid_requests: list[GenerationRequest] = []
         completions: list[Completion] = []
         next_requests = list(self._open.values())[: self.most_rows]
@@ -269,16 +270,18 @@ class TorchEngine:
         return weights
 
     def boxes(self) -> list[TensorBox]:
-        """Return a box per checkpoint tensor, with the tensor's position in ``parameters()``.
+        """Return the position of each checkpoint tensor in ``parameters()``, which updates write.
 
-        A checkpoint tensor is a parameter, or an expert's slice of a parameter with all experts.
+        A `TensorBox` has the name of the checkpoint tensor, the name of the parameter in ``parameters()``
+        that stores it, and its offset and strides in this parameter. A checkpoint tensor is a complete
+        parameter, or the slice of one expert in a parameter with all experts of a layer.
         """
         boxes = []
-        for storage, parameter in self.parameters().items():
+        for parameter_name, parameter in self.parameters().items():
             # transformers has all experts of a layer in one parameter.
-            locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
+            locations = expert_tensors(parameter_name, tuple(parameter.shape), self._fused_experts)
             for name, location in locations.items():
-                # An expert's slice is a view: its box needs its offset and strides in the parameter.
+                # The view of an expert's slice has the offset and strides of the slice in the parameter.
                 view = location.select_part(parameter)
                 offset = int(view.storage_offset() - parameter.storage_offset())
 
@@ -287,7 +290,7 @@ class TorchEngine:
                     (0,) * view.dim(),
                     tuple(view.shape),
                     self._rank,
-                    storage,
+                    parameter_name,
                     offset,
                     tuple(view.stride()),
                 )
@@ -409,7 +412,10 @@ def _sample_tokens(
     sampling: Sequence[SamplingParameters],
     generators: Sequence[torch.Generator],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [B, V]; ``sampling`` has constant temperatures and filters.
+    """Draw one token per row of ``logits`` [B, V].
+
+    ``sampling`` has the temperature and the filters (top-k, top-p and min-p) of each row for this token:
+    schedules that change them from token to token must already be resolved, see `resolve_schedules`.
 
     Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of the tokens that passed
     the filters.
@@ -419,7 +425,7 @@ def _sample_tokens(
     filtered_logits = apply_temperature_and_filters(logits, sampling)
     tokens = draw_tokens(filtered_logits, is_greedy_row, generators)
 
-    # Normalise over the support: this is the distribution that was sampled from.
+    # Normalise over the tokens that passed the filters: this is the distribution that was sampled from.
     all_log_probs = filtered_logits.log_softmax(dim=1)
     log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
     return tokens, log_probs, filtered_logits > -torch.inf

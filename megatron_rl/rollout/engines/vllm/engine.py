@@ -64,7 +64,8 @@ class _OpenRequest:
     """vLLM's sampling parameters of the request, which may contain its expert record."""
 
     support: replay.Support | None
-    """Record of the support of each draw, or None if vLLM reports the support or there are no filters."""
+    """Ids of the tokens that passed the filters (such as top-p) at each draw, recorded by a logits processor.
+    None if vLLM itself reports them, or if the request has no filters."""
 
     current: GenerationRequest
     """The scheduler's last request for the sequence; its tokens include all returned tokens."""
@@ -150,11 +151,12 @@ class VllmEngine:
         # vLLM's tags of the memory that it has released: "weights" and "kv_cache".
         self._sleeping_tags: set[str] = set()
 
-        self._records_support = config.truncates
+        # Whether completions contain the ids of the tokens that passed the filters (top-k, top-p, min-p).
+        self._records_sampling_mask = config.truncates
         self._routing_shape = routing_shape
         self._retains_requests = config.on_update == KEEP
 
-        # vLLM's name of a request -> the request. Names are numbers in the order of submission.
+        # vLLM's id of a request -> the request. The ids are numbers in the order of submission.
         self._open: dict[str, _OpenRequest] = {}
         self._num_submitted = 0
         # Seed of a sequence -> its interrupted request, which vLLM still has.
@@ -166,6 +168,7 @@ class VllmEngine:
         setup.change_engine_count(1)
         self._model: Any = get_vllm_model(self._llm)
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
+        # vLLM's limit of concurrent requests; the name is that of the protocol `Generator`.
         self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         if routing_shape is not None and device.on_host():
             replay.install_expert_capture(get_model_runner(self._llm))
@@ -244,9 +247,10 @@ class VllmEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        if self._records_support:
-            arguments |= replay.make_support_arguments()
-        # The order matters on accelerators: rules precede the temperature and the filters.
+        if self._records_sampling_mask:
+            arguments |= replay.make_sampling_mask_arguments()
+        # On accelerators vLLM applies the processors in this order: the bans of repeated n-grams must precede
+        # the temperature and the filters (top-k, top-p and min-p).
         processors = replay.list_logits_processors(config)
         if config.bans_ngrams:
             processors = [*rules.list_logits_processors(), *processors]
@@ -329,11 +333,12 @@ class VllmEngine:
 
         parameters = _make_sampling_parameters(request)
         support = None
-        if self._records_support or has_schedule(request.sampling):
+        if self._records_sampling_mask or has_schedule(request.sampling):
             support = replay.add_filters(parameters, request)
         else:
-            # The run has no filters in training, so a request with filters belongs to an evaluation set.
-            # vLLM's own filters report no support. This suffices, since the response is not trained on.
+            # Training has no filters in this run, so a request with filters belongs to an evaluation set.
+            # vLLM's own filters suffice for it. They do not report which tokens they leave, which only
+            # training needs.
             for field, value in make_vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         rules.add_ngram_size(parameters, request)
@@ -397,8 +402,9 @@ class VllmEngine:
     def _end_stopped_requests(self) -> list[Completion]:
         """End the requests whose last tokens complete a stop text; return their completions.
 
-        vLLM's `stop` parameter is not used: it does not search tokens of the turn that an earlier request
-        sampled, and it may end several requests at once (see `_abort_vllm_request`).
+        vLLM's `stop` parameter is not used, for two reasons. A turn may be sampled by several requests, and
+        vLLM searches only the tokens of the last request for a stop text. vLLM may also end several requests
+        at once, see `_abort_vllm_request`.
         """
         processor = self._llm.llm_engine.output_processor
         completions = []
@@ -412,7 +418,12 @@ class VllmEngine:
         return completions
 
     def _make_completion(self, request: _OpenRequest, output: Any) -> Completion:
-        """Make the completion of a request from vLLM's output, without the tokens of earlier completions."""
+        """Make the completion of a request from vLLM's output, without the tokens of earlier completions.
+
+        ``request.original`` is the request as vLLM received it. If it was interrupted and resumed,
+        ``request.current`` is the scheduler's last request, and ``output`` also has the tokens that earlier
+        completions returned.
+        """
         completion = _convert_output(request.current.number, output)
         if not completion.tokens:
             return completion
@@ -423,15 +434,15 @@ class VllmEngine:
             tokens=completion.tokens[num_returned:],
             log_probs=completion.log_probs[num_returned:],
         )
-        if self._records_support:
+        if self._records_sampling_mask:
             support = replay.extract_support(output, request.support, request.original)
             completion = replace(completion, support=support[num_returned:])
         if self._routing_shape:
             experts = replay.extract_experts(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
-        # Cut the completion at the end of its stop text, even if vLLM has finished the request for another
-        # reason. One step may return several tokens, and the last token within the limit may complete a text.
+        # Cut the completion at the end of its stop text. vLLM may have sampled further tokens in the same
+        # step, or may have finished the request at its limit with the last token of a stop text.
         if request.completes_stop_text(output.token_ids):
             num_tokens = request.num_searched - num_returned
             completion = cut_stopped_completion(request.current, completion, num_tokens)
@@ -517,7 +528,8 @@ class VllmEngine:
         if device.on_host() or "weights" in self._sleeping_tags:
             return
 
-        # Tracing the loader needs the weights' storage, although it copies nothing: trace before the release.
+        # Build the map from checkpoint tensors to parameters, unless it exists. This runs vLLM's weight
+        # loader on the parameters, so it must precede the release of their memory.
         self._weight_store.get_map()
         # vLLM can only put a completely awake engine to sleep.
         self._wake_memory("kv_cache")
@@ -557,7 +569,7 @@ class VllmEngine:
 
 
 def _make_accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
-    """Make the engine arguments of an accelerator."""
+    """Make the vLLM engine arguments that are set only on accelerators."""
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
@@ -571,10 +583,14 @@ def _make_accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
 
 
 def _make_sampling_parameters(request: GenerationRequest) -> Any:
-    """Make vLLM's sampling parameters of a request, without filters."""
+    """Make vLLM's sampling parameters for a request.
+
+    They have no filters (top-k, top-p and min-p): `submit` adds these.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    # `request.done` is the number of response tokens that earlier requests have sampled.
     seed = derive_continuation_seed(request.seed, request.done)
     return SamplingParams(
         **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
@@ -604,7 +620,11 @@ def _get_request_state(processor: Any, name: str) -> Any:
 
 
 def _convert_output(number: int, output: Any) -> Completion:
-    """Convert a vLLM output to the completion of request ``number``, without support and experts."""
+    """Convert a vLLM output to the completion of request ``number``.
+
+    The completion has tokens, log-probs and the finish reason. `_make_completion` adds the token ids that
+    passed the filters, and the routed experts.
+    """
     log_probs: list[float] = []
     if output.logprobs is not None:
         # At each position, the first log-prob belongs to the sampled token; vLLM's top tokens follow.

@@ -1,12 +1,13 @@
 """Per-token records of vLLM that the trainer replays: sampling support and routed experts.
 
-*Support*: the token ids that passed the filters at each draw. The trainer normalises over the same tokens, so
-that trainer and engine compute log-probs of the same distribution. *Experts*: the experts that each token was
-routed to, so that the trainer routes the token to the same experts.
+*Support*: the ids of the tokens that passed the filters (top-k, top-p, min-p) at each draw. The trainer
+normalises over the same tokens, so that trainer and engine compute log-probs of the same distribution.
+*Experts*: the experts that each token was routed to, so that the trainer routes the token to the same
+experts.
 
-On accelerators vLLM's newer model runner reports both. The host has only the older runner. There, a logits
-processor of this module records the support, and a function that the routers call records the experts. Both
-find the record of a request in the request's ``extra_args``.
+On accelerators vLLM's newer model runner reports both. vLLM's CPU backend has only the older runner. There, a
+logits processor of this module records the support, and a function that the routers call records the experts.
+Both find the record of a request in the request's ``extra_args``.
 
 vLLM's temperature and filters are constant in a request. If a *schedule* changes the temperature or top-p
 from token to token, logits processors of this module apply temperature and filters in vLLM's place.
@@ -46,10 +47,10 @@ _UNLIMITED_TOP_K = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
 
 
-def make_support_arguments() -> dict[str, Any]:
+def make_sampling_mask_arguments() -> dict[str, Any]:
     """Make the engine arguments that let vLLM return the ids of the tokens that passed the filters.
 
-    Empty on the host, where a logits processor of this module records them.
+    Empty on the CPU, where a logits processor of this module records the ids.
     """
     if device.on_host():
         return {}
@@ -57,23 +58,31 @@ def make_support_arguments() -> dict[str, Any]:
 
 
 def list_logits_processors(config: RolloutConfig) -> list[type]:
-    """Return the logits-processor classes that the filters and schedules of ``config`` need."""
+    """Return the logits-processor classes that ``config`` needs for its filters and schedules.
+
+    Filters are top-k, top-p and min-p. A schedule changes the temperature or top-p from token to token, which
+    vLLM's sampling parameters cannot.
+    """
+    # vLLM's CPU backend does not report which tokens passed its filters, so a processor applies them.
     if device.on_host():
         if config.truncates or config.changes_over_tokens:
-            return [_make_host_processor_class()]
+            return [_make_cpu_processor_class()]
         return []
 
-    # On accelerators, vLLM itself applies filters that are constant in a request.
+    # On accelerators, vLLM itself applies filters that do not change from token to token.
     if config.changes_over_tokens:
         return [make_accelerator_processor_class()]
     return []
 
 
 def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
-    """Add the request's filters and schedules to its vLLM ``parameters``; return its empty support record.
+    """Add the filters and schedules of a request to vLLM's ``parameters`` of the request.
 
-    The logits processor fills the record during sampling. Returns None for a request without filters and
-    schedules, and on accelerators, where vLLM reports the support itself.
+    Filters are top-k, top-p and min-p; a schedule changes the temperature or top-p from token to token.
+
+    On the CPU, returns an empty dict. During sampling, a logits processor adds to it the ids of the tokens
+    that pass the filters at each draw. Returns None for a request without filters and schedules. Also returns
+    None on accelerators, where vLLM itself reports these ids.
     """
     sampling = request.sampling
     if device.on_host():
@@ -108,10 +117,10 @@ def extract_support(
     support: Support | None,
     request: GenerationRequest,
 ) -> list[list[int]]:
-    """Extract, for each sampled token, the ids of the tokens that passed the filters (the support).
+    """Return, for each sampled token, the ids of the tokens that passed the filters (the sampling support).
 
-    Returns [] for a request without filters. ``support`` is the request's record, or None if vLLM reports the
-    support in ``output``.
+    ``support`` is the dict in which the logits processor has stored these ids, see `add_filters`, or None if
+    vLLM reports the ids in ``output.sampling_mask``. Returns [] for a request without filters.
     """
     sampling = request.sampling
     if not has_filters(sampling):
@@ -130,8 +139,8 @@ def extract_support(
 
 
 @cache
-def _make_host_processor_class() -> type:
-    """Make the class of the host's logits processor. Must be called after `prepare_vllm`."""
+def _make_cpu_processor_class() -> type:
+    """Make the class of the logits processor for vLLM's CPU backend. Call it after `prepare_vllm`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -145,7 +154,7 @@ def _make_host_processor_class() -> type:
             is_pin_memory: bool,
         ) -> None:
             # Row of the batch -> its request.
-            self._requests: dict[int, _HostRequest] = {}
+            self._requests: dict[int, _RequestState] = {}
 
         def is_argmax_invariant(self) -> bool:
             """Return True: filters never remove the most likely token, so greedy requests need no filters."""
@@ -153,7 +162,7 @@ def _make_host_processor_class() -> type:
 
         def update_state(self, batch_update: Any) -> None:
             """Add, remove and move requests as in vLLM's batch."""
-            process_dict_updates(self._requests, batch_update, _make_host_request)
+            process_dict_updates(self._requests, batch_update, _make_request_state)
 
         def apply(self, logits: Tensor) -> Tensor:
             """Filter the logits [B, V] of the requests, in place; record which tokens passed the filters."""
@@ -175,13 +184,13 @@ def _make_host_processor_class() -> type:
     return SamplingProcessor
 
 
-class _HostRequest(NamedTuple):
-    """State of one request in the host's logits processor.
+class _RequestState(NamedTuple):
+    """State of one request in the logits processor for vLLM's CPU backend.
 
     Example:
         A request that continues a turn of 5 tokens, and for which 1 token has been sampled::
 
-            _HostRequest(SamplingParameters(top_k=2), turn_tokens=5, support={0: [7, 9]}, tokens=[9])
+            _RequestState(SamplingParameters(top_k=2), turn_tokens=5, support={0: [7, 9]}, tokens=[9])
     """
 
     sampling: SamplingParameters
@@ -199,25 +208,34 @@ class _HostRequest(NamedTuple):
         return resolve_schedules(self.sampling, self.turn_tokens + len(self.tokens))
 
 
-def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Make the logits processor's state of a new request; return None for a request without a record.
+def _make_request_state(parameters: Any, _: Any, tokens: list[int]) -> _RequestState | None:
+    """Make the logits processor's state of a new request.
 
-    ``parameters``: vLLM's parameters of the request. ``tokens``: its sampled tokens, to which vLLM appends.
+    Returns None if `add_filters` has added nothing to the request: it has no filters and no schedule.
+    ``parameters`` are vLLM's sampling parameters of the request. ``tokens`` is the list of its sampled
+    tokens, to which vLLM appends.
     """
-    record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
-    if record is None:
+    added_values = (parameters.extra_args or {}).get(_SAMPLING_KEY)
+    if added_values is None:
         return None
-    sampling, turn_tokens, support = record
-    return _HostRequest(sampling, turn_tokens, support, tokens)
+    sampling, turn_tokens, support = added_values
+    return _RequestState(sampling, turn_tokens, support, tokens)
 
 
 @cache
 def make_accelerator_processor_class() -> type:
-    """Make the class of the logits processor for vLLM's newer model runner, which accelerators use."""
+    """Make the class of the logits processor for requests with a schedule, on accelerators.
+
+    A schedule changes the temperature or top-p from token to token. On accelerators, vLLM uses its newer
+    model runner, which has its own interface of logits processors.
+    """
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class ScheduleProcessor(LogitsProcessor):
-        """Logits processor that applies temperature and filters to requests with a schedule."""
+        """Logits processor that applies temperature and filters to requests with a schedule.
+
+        A schedule changes the temperature or top-p from token to token.
+        """
 
         def __init__(self, vllm_config: Any, req_states: Any) -> None:
             # Slot of a request -> its sampling parameters, and the index of its turn's first token.
@@ -237,7 +255,11 @@ def make_accelerator_processor_class() -> type:
             return True
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            """Apply the next token's temperature and filters in place; skip requests without a schedule."""
+            """Apply the temperature and the filters of each request's next token to its logits, in place.
+
+            Skips requests whose temperature and top-p do not change from token to token: vLLM itself applies
+            them.
+            """
             # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             rows: list[int] = []
@@ -266,7 +288,7 @@ def make_routing_arguments() -> dict[str, Any]:
 
 
 def install_expert_capture(runner: Any) -> None:
-    """Make the routers of a model on the host record the experts of their tokens.
+    """Record the experts to which the routers of a model send each token, on vLLM's CPU backend.
 
     ``runner`` is vLLM's model runner, which has the model and the requests of each step.
     """

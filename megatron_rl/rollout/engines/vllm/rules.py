@@ -24,19 +24,24 @@ _SIZE_KEY = "megatron_rl_ngram_size"
 def list_logits_processors() -> list[type]:
     """Return the logits-processor classes with which an engine bans repeated n-grams."""
     if device.on_host():
-        return [make_host_processor_class()]
+        return [make_cpu_processor_class()]
     return [make_accelerator_processor_class()]
 
 
 def add_ngram_size(parameters: Any, request: GenerationRequest) -> None:
-    """Add the n-gram size of a request to its vLLM ``parameters``, which the logits processor reads."""
+    """Add ``no_repeat_ngram_size`` of a request to vLLM's ``parameters`` of the request.
+
+    The logits processor of this module reads it.
+    """
     ngram_size = request.sampling.no_repeat_ngram_size
     if ngram_size:
         parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: ngram_size}
 
 
 def _get_ngram_size(parameters: Any) -> int:
-    """Return the size of the n-grams that a request must not repeat, or 0 if it may repeat n-grams.
+    """Return ``no_repeat_ngram_size`` of a request: the size of the n-grams that are banned from repetition.
+
+    The size is 0 for a request without such a ban.
 
     ``parameters`` are vLLM's sampling parameters of the request.
     """
@@ -44,8 +49,11 @@ def _get_ngram_size(parameters: Any) -> int:
 
 
 @cache
-def make_host_processor_class() -> type:
-    """Make the class of the host's logits processor. Must be called after `prepare_vllm`."""
+def make_cpu_processor_class() -> type:
+    """Make the class of the logits processor that bans repeated n-grams on vLLM's CPU backend.
+
+    Call it after `prepare_vllm`.
+    """
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -67,7 +75,7 @@ def make_host_processor_class() -> type:
 
         def update_state(self, batch_update: Any) -> None:
             """Add, remove and move requests as in vLLM's batch."""
-            process_dict_updates(self._requests, batch_update, _make_host_request)
+            process_dict_updates(self._requests, batch_update, _make_request_state)
 
         def apply(self, logits: Tensor) -> Tensor:
             """Ban repeated n-grams from the logits [B, V], in place."""
@@ -79,14 +87,16 @@ def make_host_processor_class() -> type:
     return NgramProcessor
 
 
-def _make_host_request(
+def _make_request_state(
     parameters: Any,
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return (n-gram size, prompt, output) of a new request, or None if it may repeat n-grams.
+    """Make the logits processor's state of a new request: (n-gram size, prompt, output).
 
-    ``parameters`` are vLLM's sampling parameters. vLLM appends each sampled token to ``output``.
+    The n-gram size is ``no_repeat_ngram_size`` of the request. Returns None for a request without it, in
+    which n-grams are not banned. ``parameters`` are vLLM's sampling parameters. ``output`` are the sampled
+    tokens, to which vLLM appends.
     """
     ngram_size = _get_ngram_size(parameters)
     if not ngram_size:
@@ -110,8 +120,11 @@ def make_accelerator_processor_class() -> type:
             self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            """Store the n-gram size of the request in slot ``req_idx``; return whether it is above 0."""
-            # Slots are reused: a request with the size 0 must overwrite the size of an earlier request.
+            """Store ``no_repeat_ngram_size`` of the request in slot ``req_idx``.
+
+            Returns whether the request has such a size, so that the processor must be applied to it.
+            """
+            # Slots are reused: a request without a size must overwrite the size of an earlier request by 0.
             self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
             return self._ngram_sizes[req_idx] > 0
 

@@ -93,15 +93,17 @@ def prepare_vllm() -> None:
 
 
 def keep_weights_writable() -> None:
-    """Make vLLM store weights in a layout that can be written in place. May be called repeatedly.
+    """Patch vLLM's CPU backend, so that the weights of its models can be written in place.
 
-    Models that vLLM has loaded before the first call are not changed.
+    Also replaces functions of this backend that are slow or that fail. On accelerators nothing is patched.
+    May be called repeatedly. Models that vLLM has loaded before the first call are not changed.
     """
     global _writable
     if device.on_host() and not _writable:
         _store_weights_unpacked()
+        # Not for the weights: work-arounds that every process with vLLM's CPU backend needs.
         _run_sampler_eagerly()
-        _rotate_heads_in_torch()
+        _apply_3d_rope_in_torch()
         _route_by_sigmoid_without_groups()
     _writable = True
 
@@ -249,7 +251,7 @@ def _run_sampler_eagerly() -> None:
     vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled_mask)
 
 
-def _rotate_heads_in_torch() -> None:
+def _apply_3d_rope_in_torch() -> None:
     """Make vLLM rotate queries and keys of shape [tokens, heads, size] in torch on the host.
 
     Latent attention has tensors of this shape. vLLM's kernel (csrc/cpu/pos_encoding.cpp, called by

@@ -1,8 +1,8 @@
 """Weights of a vLLM model in this process, which a `HybridEngine` writes in place.
 
 vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. This module does not
-repeat these rules: it runs the loader once on stand-ins (tensors without data), and records every copy that
-the loader makes (`megatron_rl.weights.trace`). Each copy becomes a `TensorBox`: a region of a checkpoint
+repeat these rules: it runs the loader once on meta tensors (tensors without data), and records every copy
+that the loader makes (`megatron_rl.weights.trace`). Each copy becomes a `TensorBox`: a region of a checkpoint
 tensor and its position in a parameter of this rank. Updates then write to these positions, without the
 loader.
 
@@ -106,7 +106,7 @@ class LiveWeights:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
                 shapes = read_checkpoint_shapes(shapes)
-            with self._packed.use_raw_parameters(), without_wrappers(self._model):
+            with self._packed.use_loader_parameters(), without_wrappers(self._model):
                 self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
 
@@ -115,7 +115,8 @@ class LiveWeights:
 
         Raises RuntimeError if the cache cannot be dropped because requests are still running.
         """
-        # The order matters: packed and derived weights are computed from the raw weights, padding included.
+        # The order matters: packed and derived weights are computed from the written weights, padding
+        # included.
         clear_padding(self._parameters, self.get_map().padding)
         self._packed.repack()
         dtype = next(iter(self._parameters.values())).dtype
@@ -146,7 +147,11 @@ def get_model_runner(llm: Any) -> Any:
 
 
 def require_writable(model: nn.Module) -> None:
-    """Raise UserError if vLLM computes with packed copies of weights, which writes would not change."""
+    """Raise UserError if new weights cannot be written in place.
+
+    vLLM's CPU backend normally packs weights into a layout for its kernels, and computes with these copies.
+    Writing the parameters would then have no effect.
+    """
     if not device.on_host():
         return
     empty_parameters = [name for name, parameter in model.named_parameters() if not parameter.numel()]
@@ -186,11 +191,13 @@ def trace_weights(
     shapes: Shapes,
     rank: int,
 ) -> WeightMap:
-    """Run vLLM's loader on stand-ins for a checkpoint's tensors, and record the copies that it makes.
+    """Run vLLM's weight loader on meta tensors of a checkpoint, and record the copies that it makes.
 
-    If the embedding is tied, the boxes of ``lm_head.weight`` are replaced by boxes of the embedding. Raises
-    CoverageError unless every element of every parameter is written exactly once. Vocabulary padding, and
-    biases that vLLM sets to zero on this rank, need not be written.
+    Each recorded copy is a `TensorBox`: a slice of a checkpoint tensor, and its position in a parameter. If
+    the embedding is tied, the boxes of ``lm_head.weight`` are replaced by boxes of the embedding.
+
+    Raises CoverageError unless every element of every parameter is written exactly once. Padding need not be
+    written: padding of the vocabulary, and biases that vLLM sets to zero on this rank.
     """
     dtype = next(iter(parameters.values())).dtype
     fused_experts = _find_fused_experts(model)
@@ -208,8 +215,8 @@ def trace_weights(
     boxes = split_expert_boxes(merge_boxes(recorder.boxes), fused_experts)
     boxes = _merge_tied_duplicates(boxes)
 
-    # Index of the first padding element of each parameter. If the outputs of a layer are summed over ranks,
-    # only the first rank adds the bias. On the other ranks, vLLM sets the complete bias to zero.
+    # Find the index of the first padding element of each parameter. A bias that vLLM sets to zero counts as
+    # padding from its first element: in a row-parallel layer, only the first rank adds the bias.
     padding_starts = _find_vocabulary_padding(model, parameters)
     padding_starts |= dict.fromkeys(recorder.zeroed, 0)
     padding = check_coverage(boxes, parameters, padding_starts)
@@ -307,12 +314,13 @@ def recompute_derived_tensors(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class PackedModules:
-    """Raw storage of the modules whose weights vLLM rewrites after loading, by parameter name.
+    """Modules whose weights vLLM packs: after loading, it converts them to the layout of a kernel.
 
-    On the host, vLLM packs experts into a layout that only its kernel reads, so weight updates cannot write
-    the live storage. Updates write a raw copy instead, which `repack` converts into the live storage. The
-    copy stays allocated, so experts take twice their memory. On accelerators the engine uses a kernel that
-    reads experts in the checkpoint's layout, so no module is packed.
+    vLLM's CPU backend packs experts, so weight updates cannot write the live parameters. Instead, this class
+    allocates *loader parameters*: parameters with the shapes that vLLM's weight loader fills before the
+    packing. Updates write them, and `repack` packs them into the live parameters. Both stay allocated, so
+    experts take twice their memory. On accelerators the engine uses a kernel that reads experts in the
+    checkpoint's layout, so no module is packed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -321,25 +329,33 @@ class PackedModules:
         for path, module in model.named_modules():
             if _is_packed(module):
                 self._modules[path] = module
-        # Path of the module -> name -> raw parameter.
-        self._raw_parameters = {path: _make_raw_parameters(module) for path, module in self._modules.items()}
+        # Path of the module -> name -> loader parameter.
+        self._loader_parameters: dict[str, dict[str, Any]] = {}
+        for path, module in self._modules.items():
+            self._loader_parameters[path] = _make_loader_parameters(module)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the raw storage of the packed parameters, by their names in the model."""
+        """Return the loader parameters, by the names of the packed parameters in the model."""
         storages = {}
-        for path, parameters in self._raw_parameters.items():
+        for path, parameters in self._loader_parameters.items():
             for name, parameter in parameters.items():
                 storages[f"{path}.{name}"] = parameter.data
         return storages
 
     @contextmanager
-    def use_raw_parameters(self) -> Iterator[None]:
-        """Within the context, register the raw parameters in their modules, as vLLM's loader expects."""
-        packed = {path: self._swap_parameters(path, self._raw_parameters[path]) for path in self._modules}
+    def use_loader_parameters(self) -> Iterator[None]:
+        """Register the loader parameters in the modules during the context.
+
+        vLLM's weight loader cannot fill packed parameters. The loader parameters have the shapes from before
+        the packing (vLLM's ``process_weights_after_loading``).
+        """
+        packed_parameters: dict[str, dict[str, Any]] = {}
+        for path in self._modules:
+            packed_parameters[path] = self._swap_parameters(path, self._loader_parameters[path])
         try:
             yield
         finally:
-            for path, parameters in packed.items():
+            for path, parameters in packed_parameters.items():
                 self._swap_parameters(path, parameters)
 
     def _swap_parameters(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -351,12 +367,12 @@ class PackedModules:
 
     @torch.no_grad()
     def repack(self) -> None:
-        """Pack the raw weights again, into the storage that kernels already use."""
+        """Pack the loader parameters again, into the live parameters that kernels already use."""
         for path, module in self._modules.items():
-            raw_aliases = {
-                name: _make_alias(parameter) for name, parameter in self._raw_parameters[path].items()
+            loader_aliases = {
+                name: _make_alias(parameter) for name, parameter in self._loader_parameters[path].items()
             }
-            live_parameters = self._swap_parameters(path, raw_aliases)
+            live_parameters = self._swap_parameters(path, loader_aliases)
 
             method: Any = module.quant_method
             method.moe_kernel = None  # vLLM skips the packing of a module that has a kernel
@@ -426,18 +442,22 @@ def _require_unquantised(model: nn.Module) -> None:
             )
 
 
-def _make_raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Make the raw parameters of a packed module, by name, with the shapes that they had before packing."""
+def _make_loader_parameters(module: nn.Module) -> dict[str, Any]:
+    """Make the loader parameters of a packed module, by name.
+
+    vLLM has packed the module's parameters in ``process_weights_after_loading``. The loader parameters have
+    the shapes from before the packing, which vLLM stores for its own reload of weights.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     info = get_layerwise_info(module)
-    raw_parameters: dict[str, Any] = {}
+    loader_parameters: dict[str, Any] = {}
     with info.restore_device:
         for name, meta_tensor in info.restore_metadata[0].items():
-            raw_parameters[name] = restore_layer_refs(materialize_meta_tensor(meta_tensor), module)
-    return raw_parameters
+            loader_parameters[name] = restore_layer_refs(materialize_meta_tensor(meta_tensor), module)
+    return loader_parameters
 
 
 def _make_alias(parameter: Any) -> Any:
@@ -476,22 +496,24 @@ class AdapterSlots:
     """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
 
     The engine has one adapter slot, which every request uses. The slot is written in place. It starts as
-    zeros, which have no effect. vLLM loads stand-ins for PEFT's tensors, so vLLM treats the adapter as loaded
-    and never evicts it. vLLM does not scale the written matrices: the adapter is their product B A.
+    zeros, which have no effect. vLLM loads meta tensors with the names and shapes of PEFT's tensors, so it
+    treats the adapter as loaded and never evicts it. vLLM does not scale the written matrices: the adapter is
+    their product B A.
     """
 
     def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
         from vllm.lora.request import LoRARequest
 
-        # The path is not read: the adapter is loaded from stand-ins.
+        # vLLM does not read the path "memory": `_load_meta_tensors` loads the adapter.
         self.request = LoRARequest("policy", _ADAPTER_ID, "memory")
         self._manager = get_model_runner(llm).lora_manager._adapter_manager
         self._storages = _collect_adapter_storages(self._manager)
 
         dtype = next(iter(self._storages.values())).dtype
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
+        # Record where vLLM copies each tensor of the adapter, by loading tensors without data.
         self._boxes = trace_copies(
-            lambda sources: self._load_stand_ins(sources, adapters),
+            lambda sources: self._load_meta_tensors(sources, adapters),
             make_meta_sources(shapes, dtype),
             self._storages,
             rank,
@@ -508,10 +530,11 @@ class AdapterSlots:
                 fix="set actor.lora.sync=merged",
             )
 
-    def _load_stand_ins(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
-        """Load stand-ins for PEFT's tensors through vLLM, and activate the adapter.
+    def _load_meta_tensors(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
+        """Load an adapter of meta tensors (tensors without data) through vLLM, and activate it.
 
-        ``sources`` maps the name of each tensor to its stand-in.
+        ``sources`` maps the names of PEFT's tensors to meta tensors of the same shapes. The copies that vLLM
+        makes of them are traced, to find the position of each tensor in vLLM's adapter slot.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper

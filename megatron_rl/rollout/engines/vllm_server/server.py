@@ -54,7 +54,7 @@ _EXPECTED_BY_STATUS = {
     401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
     403: "--enable-scale-out in its command",
 }
-"""HTTP status with which a server refuses to sample from tokens -> the setting that it would need."""
+"""HTTP status with which a server refuses a prompt of token ids -> the setting that it would need."""
 
 
 class VllmServer:
@@ -148,8 +148,8 @@ class VllmServer:
         """See `Server.generate`."""
         seed = derive_continuation_seed(request.seed, request.done)
         parameters = make_vllm_parameters(request.sampling, request.limit, seed, request.done)
-        # Only evaluation sets have filters here: a server does not report their support, which training
-        # needs, so `check` refuses filters in training.
+        # Only evaluation sets have filters here. Training needs the ids of the tokens that passed the filters
+        # at each draw. A server does not report them, so `check` refuses filters in training.
         parameters |= make_vllm_filters(request.sampling)
         parameters |= make_vllm_stop_fields(request.sampling)
 
@@ -190,51 +190,60 @@ class VllmServer:
             raise ServerError(f"{self.url} does not drop the prefix cache of older weights")
         self.send_control_request("resume", {}, timeout)
 
-    def require_fit(self, config: RunConfig) -> int:
-        """See `Server.require_fit`."""
-        path = Path(config.model.path) / "config.json"
+    def require_compatible(self, config: RunConfig) -> int:
+        """Check that the server is compatible with the run; return its maximum of concurrent requests.
+
+        See `Server.require_compatible`.
+        """
+        config_file = Path(config.model.path) / "config.json"
 
         requirements = ServerRequirements(
             dtype=config.model.dtype,
             float32_head=config.rollout.float32_head,
             max_model_len=longest_row(config),
-            host=device.host().type,
-            tokenizer=has_multi_token_stop(Path(config.model.path), config.rollout),
+            cpu_device=device.host().type,
+            # Only a tokenizer can end a response at a stop text of several tokens.
+            needs_tokenizer=has_multi_token_stop(Path(config.model.path), config.rollout),
         )
 
         # The settings that the model would have in an engine of this process: config.json as transformers
         # reads it, and the keys that only vLLM reads.
-        settings = read_hf_config(config.model.path).to_dict()
-        settings |= dict(read_pretrained(path).engine_keys)
-        return self.require_settings(settings, requirements)
+        hf_config = read_hf_config(config.model.path).to_dict()
+        hf_config |= dict(read_pretrained(config_file).engine_keys)
+        return self.require_compatible_settings(hf_config, requirements)
 
-    def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
-        """Check that the server fits the run; return its maximum number of concurrent requests.
+    def require_compatible_settings(
+        self,
+        hf_config: Mapping[str, Any],
+        requirements: ServerRequirements,
+    ) -> int:
+        """Check the server's engine settings and model; return its maximum number of concurrent requests.
 
-        ``settings``: config.json of the run's model, as transformers reads it. ``requirements``: engine
-        settings that the server must have. Raises UserError if the server does not fit.
+        ``hf_config``: config.json of the run's model, as transformers reads it. ``requirements``: engine
+        settings that the server must have. Raises UserError if a setting or the model differs.
         """
-        path = f"{self.url}, of rollout.server.urls"
+        setting = f"{self.url}, of rollout.server.urls"
         try:
             info_path = "server_info?config_format=json"
             server_info = self.send_control_request(info_path, timeout=SLOW_CALL_SECONDS)
             vllm_config = server_info["vllm_config"]
-            _require_fitting_settings(requirements.compare_settings(vllm_config), path)
+            _require_matching_settings(requirements.compare_settings(vllm_config), setting)
             reply = self.send_control_request("collective_rpc", {"method": "model_settings"})
-            served_settings, *_ = reply["results"]
+            served_hf_config, *_ = reply["results"]
             max_requests = int(vllm_config["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
-            raise self._unusable_error(path, error) from error
+            raise self._unusable_error(setting, error) from error
 
-        _require_same_model(settings, served_settings, path)
+        _require_same_model(hf_config, served_hf_config, setting)
         return max_requests
 
-    def _unusable_error(self, path: str, error: Exception) -> UserError:
+    def _unusable_error(self, setting: str, error: Exception) -> UserError:
         """Return the error for a server that is unreachable, or does not report its configuration.
 
-        ``path``: the server's URL and its configuration key, for the error.
+        ``setting`` is the URL with the key `rollout.server.urls`, for the error.
         """
-        # Likely causes: the server does not respond, or its development mode is off and the path is missing.
+        # Likely causes: the server does not respond, or it does not serve this URL path, since vLLM's
+        # development mode is off.
         message = "a server does not report its configuration"
         expected = "an API server of the vLLM that is installed here"
         if isinstance(error, ServerError) and error.status == 0:
@@ -242,7 +251,7 @@ class VllmServer:
         elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm_server():
             expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
         return UserError(
-            message, where=path, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START_FIX
+            message, where=setting, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START_FIX
         )
 
     def _is_vllm_server(self) -> bool:
@@ -252,8 +261,8 @@ class VllmServer:
         except (ServerError, TypeError, ValueError):
             return False
 
-    def require_token_sampling(self) -> None:
-        """See `Server.require_token_sampling`.
+    def require_token_prompts(self) -> None:
+        """Raise UserError unless the server accepts prompts of token ids; see `Server.require_token_prompts`.
 
         Call it only for a server that this run has reserved: it resumes a paused server.
         """
@@ -266,7 +275,7 @@ class VllmServer:
             self.send_control_request("inference/v1/generate", body, SLOW_CALL_SECONDS)
         except ServerError as error:
             raise UserError(
-                "a server does not sample from tokens",
+                "a server does not accept prompts of token ids",
                 where=f"{self.url}, of rollout.server.urls",
                 expected=_EXPECTED_BY_STATUS.get(error.status, "a response"),
                 got=str(error),
@@ -279,7 +288,7 @@ class ServerRequirements:
     """Engine settings that a server must have, so that its log-probs match the trainer's.
 
     Example:
-        >>> requirements = ServerRequirements("bfloat16", float32_head=True, max_model_len=4096, host="cpu")
+        >>> requirements = ServerRequirements("bfloat16", True, max_model_len=4096, cpu_device="cpu")
         >>> requirements.max_model_len
         4096
     """
@@ -293,16 +302,17 @@ class ServerRequirements:
     max_model_len: int
     """Number of tokens of the longest sequence of the run, prompt included."""
 
-    host: str
+    cpu_device: str
     """vLLM's name of the device on machines without accelerator."""
 
-    tokenizer: bool = False
+    needs_tokenizer: bool = False
     """Whether the server must have the model's tokenizer, to end responses at stop texts."""
 
     def compare_settings(self, vllm_config: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
-        """Compare a server's configuration with these requirements.
+        """Compare a server's configuration with the required settings.
 
-        Returns a dict from setting names to (expected value, actual value, whether the actual value fits).
+        Returns a dict: name of the setting -> (expected value, actual value, whether the actual value is
+        valid).
         """
         # Settings of the model and of its log-probs.
         model = vllm_config["model_config"]
@@ -319,14 +329,14 @@ class ServerRequirements:
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
-        # With chunked prefill, vLLM resets a request's random generator after each chunk. This fails on the
-        # host.
+        # With chunked prefill, vLLM resets a request's random generator after each chunk. vLLM's CPU backend
+        # cannot reset it.
         has_chunked_prefill = vllm_config["scheduler_config"]["enable_chunked_prefill"]
-        is_on_host = vllm_config["device_config"]["device"] == self.host
-        resets_host_generators = bool(has_chunked_prefill) and is_on_host
+        is_on_cpu = vllm_config["device_config"]["device"] == self.cpu_device
+        resets_cpu_generators = bool(has_chunked_prefill) and is_on_cpu
 
         # The names are those in the server command that `check` shows. The order matters: an error names the
-        # first setting that does not fit.
+        # first invalid setting.
         return {
             "worker-extension-cls": (WORKER_EXTENSION, str(extension), extension == WORKER_EXTENSION),
             "weight-transfer-config": (
@@ -345,27 +355,28 @@ class ServerRequirements:
             "skip-tokenizer-init": (
                 "false: the run ends responses at stop texts",
                 str(not has_tokenizer),
-                has_tokenizer or not self.tokenizer,
+                has_tokenizer or not self.needs_tokenizer,
             ),
             "logprobs-mode": ("processed_logprobs", log_probs_mode, log_probs_mode == "processed_logprobs"),
             "enable-chunked-prefill": (
                 "false on a host without accelerator",
                 str(has_chunked_prefill),
-                not resets_host_generators,
+                not resets_cpu_generators,
             ),
         }
 
 
-def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
-    """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare_settings`.
+def _require_matching_settings(comparisons: Mapping[str, tuple[str, str, bool]], setting: str) -> None:
+    """Raise UserError for the first setting of a server with another value than the run requires.
 
-    ``path``: the server's URL and its configuration key, for the error.
+    ``comparisons`` is the result of `ServerRequirements.compare_settings`. ``setting`` is the server's URL
+    with the key `rollout.server.urls`, for the error.
     """
-    for name, (expected, actual, is_fitting) in comparisons.items():
-        if not is_fitting:
+    for name, (expected, actual, is_valid) in comparisons.items():
+        if not is_valid:
             raise UserError(
-                f"the `{name}` of a server does not fit the run",
-                where=path,
+                f"the `{name}` of a server does not match the run",
+                where=setting,
                 expected=expected,
                 got=actual,
                 fix=_START_FIX,
@@ -373,27 +384,27 @@ def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], 
 
 
 def _require_same_model(
-    settings: Mapping[str, Any],
-    served_settings: Mapping[str, Any],
-    path: str,
+    hf_config: Mapping[str, Any],
+    served_hf_config: Mapping[str, Any],
+    setting: str,
 ) -> None:
     """Raise UserError if the models of the server and the run differ in any of `comparable_settings`.
 
-    ``settings``, ``served_settings``: config.json of the run's and of the server's model. Settings that only
-    one of them has are ignored: transformers and vLLM add different defaults. ``path``: the server's URL and
-    its configuration key, for the error.
+    ``hf_config`` is config.json of the run's model, and ``served_hf_config`` that of the server's model. A
+    key that only one of the two files has is ignored, since transformers and vLLM add different defaults.
+    ``setting`` is the server's URL with the key `rollout.server.urls`, for the error.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
-    expected_values = comparable_settings(settings)
-    served_values = comparable_settings(transformers_config(served_settings))
+    expected_values = comparable_settings(hf_config)
+    served_values = comparable_settings(transformers_config(served_hf_config))
 
     for name, value in expected_values.items():
         if name in served_values and served_values[name] != value:
             raise UserError(
                 "the server has a different model",
-                where=path,
+                where=setting,
                 expected=f"{name}: {value}",
-                got=f"{name}: {served_values[name]}, of {served_settings.get('_name_or_path')}",
+                got=f"{name}: {served_values[name]}, of {served_hf_config.get('_name_or_path')}",
                 fix="start it with the model of model.path",
             )
 
