@@ -83,7 +83,8 @@ class RolloutBuffer:
     ) -> list[SequenceGroup]:
         """Remove and return ``count`` finished groups for the training batch; see `select_groups`.
 
-        ``required`` has the flags of `flag_required`.
+        ``required`` has the flags of `flag_required`. The groups that remain are carried over to the next
+        step.
         """
         finish_rounds = [group.finish_round for group in self.started]
         selected_indices = set(select_groups(finish_rounds, required, count))

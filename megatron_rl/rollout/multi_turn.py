@@ -109,8 +109,9 @@ class _Conversation:
     def is_idle(self) -> bool:
         """Return whether the sequence has nothing to do until the next token round.
 
-        A finished sequence is idle. So is a sequence whose environment waits for a turn while the engine has
-        no request for it: `schedule` has then made no request, since the round's limit of tokens is reached.
+        In a token round, at most a given number of tokens are sampled for each sequence. A finished sequence
+        is idle. So is a sequence whose environment waits for a turn while the engine has no request for it:
+        `schedule` has then made no request, since the round's limit of tokens is reached.
         """
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
@@ -126,7 +127,10 @@ class _Conversation:
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the response tokens ``exchanged_end`` to ``end`` are a complete turn."""
+        """Return whether the response tokens ``exchanged_end`` to ``end`` are a complete turn.
+
+        The environment has already exchanged all tokens before the index ``exchanged_end``.
+        """
         # A restarted environment gets the existing turns again (a replay). Such a turn ends before the
         # observation that follows it in the sequence.
         is_replayed = end < len(self.sequence.tokens)
@@ -368,8 +372,8 @@ class MultiTurnScheduler(ReplicaScheduler):
         all tokens of the requested turn, the turn is sent to the environment. Otherwise ``awaits_turn`` is
         set, so that `schedule` makes a request for the missing tokens.
 
-        The sequence has such tokens if the episode is replayed to a restarted environment, or if an earlier
-        step ended within the turn.
+        A sequence already has tokens of the requested turn in two cases: a restarted environment requests the
+        existing turns again (a replay), or an earlier step ended within the turn.
         """
         # Before the first turn, the environment may only replace the prompt. Later it may send observations.
         if conversation.exchanged_end:

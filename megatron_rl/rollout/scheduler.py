@@ -726,7 +726,7 @@ def draw_queue_index(
     rank: int,
     only_leader_schedules: bool,
 ) -> int:
-    """Draw the next index of the queue ``name``, which all replicas of the job share.
+    """Draw the next index of ``name``, a queue of groups that all replicas of the job share.
 
     Each index is drawn by one replica only. Its first rank gets the index from the job's store, and
     broadcasts it to the replica's other ranks. So the call is collective over these ranks.
