@@ -165,9 +165,10 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit_version
     """Return the requirements of a lock file to install in addition to a machine's own packages.
 
     ``lock`` is the text of the lock file, with lines ``name==version``. ``versions`` are the versions of the
-    machine's own packages, and ``toolkit_version`` is the major version of CUDA to install for. NVIDIA's
-    wheels are omitted if torch comes with its own CUDA libraries. This applies to the machine's own torch,
-    and to torch for another major version of CUDA than `TOOLKIT`.
+    machine's own packages, and ``toolkit_version`` is the major version of CUDA to install for.
+
+    NVIDIA's wheels of CUDA libraries are omitted in two cases: the machine already has torch, or
+    ``toolkit_version`` differs from `TOOLKIT`. In both cases torch brings its own CUDA libraries.
     """
     system_names = {distribution_name(name) for name in versions}
     excluded_names = system_names | {COMPILED_HERE}
@@ -197,10 +198,11 @@ def _is_device_library(name: str) -> bool:
 
 
 def check_driver(driver_version: str, torch_version: str, toolkit_version: int = TOOLKIT) -> Finding | None:
-    """Return an error if the driver is too old for the CUDA version of the torch to install, else None.
+    """Return an error if the driver is too old for the CUDA version that the torch wheel is built for.
 
-    ``torch_version`` is the torch to install, and ``toolkit_version`` the major version of its CUDA. Call
-    this before the download of torch and CUDA, which is about 5 GB.
+    Returns None if the driver is recent enough. ``torch_version`` is the version of the torch wheel, and
+    ``toolkit_version`` the major version of its CUDA. Call this before the download of torch and CUDA, which
+    is about 5 GB.
     """
     branch = release_series(driver_version)[0]
     oldest_branch = OLDEST_DRIVER[toolkit_version]

@@ -111,7 +111,7 @@ def _check_package(name: str, tested_version: str) -> Finding:
     return Finding("note", label, f"{version}; tests run with {tested_version}")
 
 
-def _built_together_versions(in_environment: bool) -> dict[str, str]:
+def _torch_stack_versions(in_environment: bool) -> dict[str, str]:
     """Return the installed versions of the packages in `BUILT_TOGETHER`: name -> version.
 
     ``in_environment``: True for the packages inside this virtual environment, False for the packages outside
@@ -129,12 +129,15 @@ def _built_together_versions(in_environment: bool) -> dict[str, str]:
 
 def system_package_versions() -> dict[str, str]:
     """Return the versions of the packages in `BUILT_TOGETHER` that the machine or container has, by name."""
-    return _built_together_versions(in_environment=False)
+    return _torch_stack_versions(in_environment=False)
 
 
 def _find_shadowed_packages() -> list[Finding]:
-    """Return an error for each package of this environment that hides a different version on the machine."""
-    environment_versions = _built_together_versions(in_environment=True)
+    """Return an error for each package of this environment that hides a different version on the machine.
+
+    Only the packages of `BUILT_TOGETHER` are compared: torch, and packages that a container builds for it.
+    """
+    environment_versions = _torch_stack_versions(in_environment=True)
     system_versions = system_package_versions()
 
     findings = []
@@ -264,12 +267,13 @@ def _query_nvidia_smi() -> list[list[str]]:
 def check_accelerators() -> list[Finding]:
     """Check the GPUs, their driver, NCCL, and whether torch is built for GPUs."""
     gpus = _query_nvidia_smi()
-    torch = installed_version("torch") or ""
-    is_host_build = torch.endswith("+cpu")
+    torch_version = installed_version("torch") or ""
+    is_cpu_build = torch_version.endswith("+cpu")
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
-        if torch and not is_host_build:
-            findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
+        if torch_version and not is_cpu_build:
+            text = f"{torch_version} may need a driver, and this machine has none"
+            findings.append(Finding("note", "torch", text))
         return findings
 
     # Describe the first GPU; warn if the GPUs differ in name or memory.
@@ -278,9 +282,9 @@ def check_accelerators() -> list[Finding]:
     findings = [Finding("ok", "GPU", text)]
     if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
         findings.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
-    if is_host_build:
+    if is_cpu_build:
         fix = "rm -rf .venv, then launch/setup.sh --gpu"
-        findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
+        findings.append(Finding("error", "torch", f"{torch_version} cannot use the GPUs", fix))
 
     versions = {package: installed_version(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
     libraries = [f"{package} {version}" for package, version in versions.items() if version]

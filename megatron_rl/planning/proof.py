@@ -359,9 +359,11 @@ def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
 
 
 def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
-    """Return the configuration of the small jobs, with as many kinds of parallelism as the ranks allow.
+    """Return the configuration of the training jobs that test a machine (`list_small_jobs`).
 
-    ``folder`` contains their data and runs, and ``world`` is the number of ranks.
+    The jobs use tensor and pipeline parallelism if ``world``, the number of ranks, is large enough.
+    ``folder`` contains the data and the runs of the jobs. ``on_host``: whether the jobs run on CPUs instead
+    of GPUs.
     """
     # Tensor parallelism 2 needs two ranks; together with pipeline parallelism 2 it needs four.
     tensor = 1
@@ -371,10 +373,10 @@ def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     if world % (2 * tensor) == 0:
         pipeline = 2
 
-    material = folder / "material"
+    inputs = folder / "material"
     return {
-        "model": {"path": str(material / "model"), "dtype": _training_dtype(on_host)},
-        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "model": {"path": str(inputs / "model"), "dtype": _training_dtype(on_host)},
+        "data": {"train": str(inputs / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "algorithm": {"name": "grpo"},
         "batch": {"prompts_per_step": 16, "samples_per_prompt": 4, "optimizer_steps": 2},
@@ -385,7 +387,7 @@ def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
 
 def _training_dtype(on_host: bool) -> str:
-    """Return the dtype in which the small jobs train: float32 on a host, else bfloat16."""
+    """Return the dtype of the training jobs that test a machine: float32 on CPUs, bfloat16 on GPUs."""
     if on_host:
         return "float32"
     return "bfloat16"
@@ -450,9 +452,10 @@ def validate_machine(folder: Path, world: int) -> Iterator[Finding]:
 
 
 def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
-    """Write the model, data and configuration of the jobs, and remove the runs of an earlier test.
+    """Write the model, data and configuration of the training jobs that test a machine (`list_small_jobs`).
 
-    Raises UserError for a folder with files that no earlier test has written.
+    The runs of an earlier test in ``folder`` are removed. ``on_host``: whether the jobs run on CPUs instead
+    of GPUs. Raises UserError for a folder with files that no earlier test has written.
     """
     if not _has_job_files(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -468,7 +471,7 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     for name in job_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
 
-    # Choose a model that trains in seconds: medium on a GPU, small on a host.
+    # Choose a model that trains in seconds: medium on GPUs, small on CPUs.
     model_size = "medium"
     if on_host:
         model_size = "small"

@@ -335,27 +335,27 @@ def predict_transfer_seconds(plan: ReshardPlan, transfers: Schedule, machine: Ma
 
     The ranks are assumed to be connected by an earlier transfer.
     """
-    domain = machine.cluster.domain
+    ranks_per_nvlink_domain = machine.cluster.domain
 
     # Count bytes and messages by (rank, direction), since links are full duplex.
-    remote_bytes: Counter[tuple[int, str]] = Counter()
-    domain_bytes: Counter[tuple[int, str]] = Counter()
+    network_bytes: Counter[tuple[int, str]] = Counter()
+    nvlink_bytes: Counter[tuple[int, str]] = Counter()
     messages: Counter[tuple[int, str]] = Counter()
     for (sender, receiver), num_bytes in plan.pair_bytes.items():
         num_messages = transfers.message_counts[sender, receiver]
         for rank_and_direction in ((sender, "out"), (receiver, "in")):
             messages[rank_and_direction] += num_messages
-            if sender // domain == receiver // domain:
-                domain_bytes[rank_and_direction] += num_bytes
+            if sender // ranks_per_nvlink_domain == receiver // ranks_per_nvlink_domain:
+                nvlink_bytes[rank_and_direction] += num_bytes
             else:
-                remote_bytes[rank_and_direction] += num_bytes
+                network_bytes[rank_and_direction] += num_bytes
 
     # A transfer without messages between ranks still takes the fixed time.
     slowest_seconds = weight_transfer_seconds(machine, 0.0)
     message_seconds = machine.constants.weight_sync.message_seconds
     for rank_and_direction, num_messages in messages.items():
         seconds = weight_transfer_seconds(
-            machine, remote_bytes[rank_and_direction], domain_bytes[rank_and_direction]
+            machine, network_bytes[rank_and_direction], nvlink_bytes[rank_and_direction]
         )
         slowest_seconds = max(slowest_seconds, seconds + num_messages * message_seconds)
     return slowest_seconds
@@ -378,7 +378,8 @@ def megatron_boxes(
     adapters are included.
 
     Experts are sharded differently from other parameters, so a rank of a model with experts is in two groups.
-    The storage of a box is a parameter name, in which layers are numbered over all stages.
+    `TensorBox.storage` is the name of a Megatron parameter, with the index of the layer in the complete model
+    instead of the index in its pipeline stage.
     """
     model = model_spec(hf_config, layout, dtype, settings).model
     if lora is not None:

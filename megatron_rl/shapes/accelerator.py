@@ -82,9 +82,10 @@ class AcceleratedRole:
 
     @property
     def sets_attention_backend(self) -> bool:
-        """Return whether the model sets ``attention_backend``, Transformer Engine's attention kernel.
+        """Return whether the model sets ``attention_backend``, which selects Transformer Engine's kernel.
 
-        The setting applies to the whole process, so models with plain layers set it as well.
+        The setting applies to the whole process, which may contain several models. A model that cannot have
+        Transformer Engine's layers (`needs_plain_layers`) therefore sets it as well.
         """
         return self.half_precision and (self.fused or self.shape.needs_plain_layers)
 
@@ -313,7 +314,9 @@ def accelerator_defaults(
 ) -> dict[str, Any]:
     """Return the settings of a section, completed with the defaults of an accelerator.
 
-    ``explicit`` are the user's settings, which take precedence and are part of the result.
+    ``subject``: role or job to which the settings apply; `ENVIRONMENT`, the section of environment variables,
+    applies to a job, and every other section applies to a role. ``explicit``: the user's settings, which take
+    precedence and are part of the result.
 
     Example:
         >>> job = AcceleratedJob({"actor": ParallelLayout((0, 1), tensor=2)}, captures_all_reduce=True)

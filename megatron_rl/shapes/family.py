@@ -497,22 +497,26 @@ def with_sparse_attention(
     all keys, so that the outputs are equal to the outputs of dense attention. Longer rows are not supported.
     The indexer is copied into exports and not trained.
 
-    ``dense_layers``: default of `count_dense_layers`.
+    ``dense_layers``: number of dense layers before the first layer with experts, if config.json does not
+    contain this number.
     ``defaults``: defaults of config.json in addition to `Family.defaults`.
     ``names``: fields of `Family` that name the new family, such as ``title``.
     """
 
     def structure(reader: ConfigReader) -> Fields:
-        """Read the dense family's structure, and limit the length of rows to ``index_topk`` tokens."""
+        """Read the model as one of ``dense_family``, with rows of at most ``index_topk`` tokens.
+
+        In rows of this length sparse attention equals dense attention.
+        """
         max_positions = reader.size("max_position_embeddings", LARGEST_SIZE)
-        longest_dense_row = min(max_positions, reader.size("index_topk"))
+        max_row_length = min(max_positions, reader.size("index_topk"))
         return {
             **dense_family.structure(with_dense_layer_count(reader, dense_layers)),
-            "max_positions": longest_dense_row,
+            "max_positions": max_row_length,
         }
 
     def engine_keys(config: Mapping[str, Any]) -> Fields:
-        """Return the dense family's keys, and the number of dense layers, which vLLM reads."""
+        """Return the keys of ``dense_family``, and the number of dense layers, which vLLM reads."""
         dense_count = count_dense_layers(config, dense_layers)
         return {**dense_family.engine_keys(config), "first_k_dense_replace": dense_count}
 

@@ -72,12 +72,13 @@ class TensorLocation:
     """Whether a row is stored in blocks of mxfp4, with two 4-bit numbers in each byte."""
 
     def shape(self, stored_shape: Shape) -> Shape:
-        """Return the shape of the located tensor, given the shape of the stored tensor."""
+        """Return the shape of the model's tensor at this location, given the shape of the stored tensor."""
         if self.expert is None:
             return stored_shape
         rows = len(range(self.begin, self.end, self.step))
         if self.transposed:
             return (rows, stored_shape[1])
+        # Blocks of mxfp4 are stored as [experts, rows, blocks, bytes], with two 4-bit numbers in each byte.
         if self.blocks:
             return (rows, 2 * stored_shape[2] * stored_shape[3])
         return (rows, *stored_shape[2:])
@@ -235,14 +236,14 @@ def locate_tensors(
 
 
 def _detect_expert_format(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
-    """Detect from the shapes of fused tensors whether a checkpoint stores experts transposed.
+    """Detect from the shapes of fused tensors whether a checkpoint stores the matrices of experts transposed.
 
-    Outputs of gate and up are assumed not to alternate. ``shapes``: name of a fused tensor -> its shape.
-    ``hidden``: width of the model.
+    Shapes do not show whether the rows of gate and up are interleaved: they are assumed to be concatenated.
+    ``shapes``: name of a fused tensor -> its shape. ``hidden``: width of the model.
     """
     for name, shape in shapes.items():
-        # Transposition cannot be detected from a square matrix. The layer's other matrix is not square, since
-        # it is half or twice as wide.
+        # Skip tensors other than a matrix per expert. Also skip square matrices, whose shape does not show a
+        # transposition; if gate and up together are square, down is not.
         if len(shape) != 3 or shape[1] == shape[2]:
             continue
 

@@ -146,7 +146,11 @@ class Weight:
         return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:
-        """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""
+        """Return the shape of the parameter on one of ``shards`` tensor-parallel ranks.
+
+        The shape is that in Megatron's layers without Transformer Engine. Transformer Engine's layers
+        replicate parameters with the sharding ``latent``, which are sharded here.
+        """
         rows = sum(source.shape[0] for source in self.sources)
         other_sizes = self.sources[0].shape[1:]
 
@@ -183,10 +187,12 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     """Return the parameters outside the layers: of the first pipeline stage, of the last one, or of both.
 
     ``first``, ``last``: whether to include the parameters of the first and of the last stage. Names are
-    complete, not relative to a layer. A tied output layer has a parameter only if the last stage is
-    not also the first stage: a copy of the embedding.
+    complete, not relative to a layer.
+
+    If the output layer is tied to the embedding, a separate last stage has a copy of the embedding. If the
+    last stage is also the first stage, the tied output layer has no parameter.
     """
-    # This source fills the embedding, and also a tied output layer.
+    # Checkpoint tensor that fills the embedding, and also a tied output layer.
     vocabulary_shape = (shape.vocab, shape.hidden)
     embedding = Source(EMBEDDING, vocabulary_shape, "vocabulary")
     weights: list[Weight] = []
@@ -200,7 +206,6 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     if last:
         weights += _norm_weights(shape, "decoder.final_layernorm", "model.norm")
 
-        # A tied output layer on a separate last stage is a copy: the embedding is on the first stage's ranks.
         output = "output_layer.weight"
         if shape.scalar_head:
             weights.append(Weight(output, "whole", (Source(SCALAR, (1, shape.hidden)),)))

@@ -237,8 +237,8 @@ def problems(
     if errors:
         return errors
 
-    # Report a wrong number of ranks once: check the copies of the experts only if the copies of the model
-    # fit.
+    # Report a wrong number of ranks once: check the sizes of expert parallelism only if tensor, pipeline and
+    # context parallelism divide the number of ranks.
     path = layout.path
     errors = _replica_problems(layout, smallest_world)
     copy_size = layout.expert * layout.expert_tensor * layout.pipeline
@@ -443,7 +443,7 @@ def stage_chunks(
     if stage_sizes is None or divides_by_zero or any(size % virtual for size in stage_sizes):
         raise _uneven_error(layers, layout, settings)
 
-    # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
+    # Consecutive chunks are on consecutive pipeline stages: stage s has chunks s, s + stages, ...
     chunks_by_stage: list[list[list[int]]] = [[] for _ in stage_sizes]
     next_layer = -embedding_layers  # an embedding that counts as a layer comes before layer 0
     for _ in range(virtual):
@@ -508,8 +508,9 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         got = ", ".join(f"{name}: {value}" for name, value in explicit_settings.items())
         fix = "change or remove " + ", ".join(explicit_settings)
 
-    # Suggest shorter end stages, unless Megatron would divide by zero middle stages.
-    end_sizes = stage_ends(layers, stages, virtual)
+    # Suggest shorter end stages. Do not suggest them for two interleaved stages: Megatron would divide by the
+    # number of stages between the ends, which is zero.
+    end_sizes = end_stage_sizes(layers, stages, virtual)
     if end_sizes is not None and stages > 1 and (stages > 2 or virtual == 1):
         role = layout.path.rpartition(".")[0] or "actor"
         fix += f", or set {FIRST}: {end_sizes[0]} and {LAST}: {end_sizes[1]} in {role}.megatron"
@@ -523,12 +524,13 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
     )
 
 
-def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
-    """Return the layer counts of the first and the last stage with which all middle stages get equal counts.
+def end_stage_sizes(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
+    """Return the number of layers of the first and of the last stage for which all middle stages are equal.
 
-    If all stages can have the same number of layers, the two counts are this number. Otherwise the first and
-    the last stage get fewer layers than a middle stage if possible, since they also have the embedding and
-    the output layer. Returns None if no counts fit.
+    ``stages`` is the pipeline size, and ``virtual`` the number of chunks of a stage. If all stages can have
+    the same number of layers, the result has this number twice. Otherwise the first and the last stage get
+    fewer layers than a middle stage if possible, since they also have the embedding and the output layer.
+    Returns None if no numbers of layers make the middle stages equal.
     """
     if layers % (stages * virtual) == 0:
         return layers // stages, layers // stages
@@ -550,11 +552,11 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
 
 
 def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
-    """Return Megatron's settings for the first and the last stage, with the sizes from `stage_ends`.
+    """Return Megatron's settings for the first and the last stage, with the sizes from `end_stage_sizes`.
 
     The settings are empty for an even split, and None if no sizes make the middle stages equal.
     """
-    ends = stage_ends(layers, stages, virtual)
+    ends = end_stage_sizes(layers, stages, virtual)
     if ends is None:
         return None
     if layers % (stages * virtual) == 0:
@@ -564,9 +566,11 @@ def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] |
 
 @lru_cache(maxsize=4096)
 def default_stage_layers(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage without settings: an even split, or a split with shorter end stages.
+    """Return the layers of each pipeline stage if the configuration does not set a split.
 
-    If neither exists, the split is as even as possible; Megatron needs an explicit pipeline layout for it.
+    The split is even if possible, and otherwise has shorter first and last stages (`end_stage_sizes`). If the
+    stages between these two ends cannot be equal, the split is as even as possible; Megatron needs an
+    explicit pipeline layout for such a split.
     """
     settings = end_settings(layers, stages, virtual)
     if settings is None:
@@ -618,7 +622,7 @@ def trainer_problems(
 
 
 def plain_experts_error(name: str) -> UserError:
-    """Return the error for a mixture of experts in Megatron's plain layers on an accelerator.
+    """Return the error for a mixture of experts without Transformer Engine's layers on an accelerator.
 
     ``name``: name of the model.
     """
@@ -661,7 +665,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
                 where=key,
                 expected=f"at most {kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
-                fix=f"set {key} to {shape.largest_tensor_size(layout.tensor)}",
+                fix=f"set {key} to {shape.largest_tensor_parallel_size(layout.tensor)}",
             )
         )
 
@@ -676,7 +680,7 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, fix_suffix: str = 
     tensor = layout.tensor
     context = layout.context
     tensor_key = f"{layout.path}.tensor"
-    tensor_fix = f"set {tensor_key} to {shape.largest_tensor_size(tensor)}{fix_suffix}"
+    tensor_fix = f"set {tensor_key} to {shape.largest_tensor_parallel_size(tensor)}{fix_suffix}"
 
     if shape.heads % tensor:
         return [_indivisible_error(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]

@@ -115,7 +115,10 @@ class AdaptedModel(PretrainedModel):
 def make_adapted_model(
     model: PretrainedModel, rank: int, alpha: float | None, targets: Sequence[str] | None
 ) -> AdaptedModel:
-    """Return the adapters of a model; ``alpha`` defaults to the rank, ``targets`` to `default_targets`."""
+    """Return the adapters of a model, without the model's own parameters.
+
+    ``alpha`` defaults to the value of ``rank``, and ``targets`` to `default_targets`.
+    """
     if targets is None:
         targets = default_targets(model.shape)
 
@@ -150,9 +153,11 @@ def _find_target(weight: Weight) -> str | None:
 
 
 def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return the adapter parameters A and B of the linear layer with the parameter ``weight``.
+    """Return the adapter parameters A [rank, in] and B [out, rank] of the linear layer ``weight`` [out, in].
 
-    If the layer is sharded by columns, so is A. Otherwise B is sharded like the layer's rows.
+    If ``weight`` is sharded along its inputs (``columns``, Megatron's RowParallelLinear), A is sharded along
+    its inputs and B is replicated. Otherwise A is replicated, and B is sharded along its outputs like
+    ``weight``.
     """
     is_input_sharded = weight.sharding == "columns"
     a_sharding: Sharding = "stacked"
@@ -169,8 +174,8 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
         a_sources[name] = Source(name, (rank, source.shape[1]), a_engine_sharding)
 
-    # Each B has the rows of its source and is sharded like the source, unless the layer is sharded by
-    # columns.
+    # Each B has the rows of its source. B is sharded like the source, or replicated if the layer is sharded
+    # along its inputs.
     b_sources = []
     for source in weight.sources:
         b_engine_sharding = source.engine_sharding
@@ -200,8 +205,8 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the linear layers that get adapters by default.
 
-    These are all linear layers that can have adapters. In a mixture of experts, only the linear layers of
-    attention are included.
+    In a dense model, every linear layer that can have an adapter gets one. In a mixture of experts, only the
+    linear layers of attention get adapters.
     """
     targets: tuple[str, ...] = TARGETS
     if shape.experts:

@@ -43,7 +43,7 @@ def stage_parameters(
 
     ``layers``: layers of the stage. ``first``, ``last``: whether the stage is the first or the last of the
     pipeline. A tied embedding has a copy on the last stage. Latent attention's down projections count as
-    replicated, as in Transformer Engine; Megatron's plain layers shard them.
+    replicated, as in Transformer Engine; Megatron's layers without Transformer Engine shard them.
     """
     # Layers with equal blocks have equally many parameters.
     dense_parameters = 0
@@ -106,10 +106,10 @@ def saved_activation_bytes(
 ) -> float:
     """Return the bytes that one layer saves for the backward pass, per token of a micro-batch on a rank.
 
-    ``fused`` selects Transformer Engine's layers, otherwise this package's plain layers. ``full``
-    recomputation saves only the layer's input. ``selective`` recomputes core attention. Flash attention saves
-    only the output of core attention, so with it ``selective`` saves as much as ``none``. Routed tokens are
-    assumed to spread evenly over experts.
+    ``fused``: whether the layer is Transformer Engine's; otherwise it is Megatron's layer without Transformer
+    Engine. ``recompute``: "full" saves only the layer's input, and "selective" recomputes core attention.
+    Flash attention saves only the output of core attention, so with flash attention "selective" saves as much
+    as "none". Routed tokens are assumed to spread evenly over experts.
     """
     # Full recomputation repeats the forward pass from the layer's input.
     if recompute == "full":
@@ -136,25 +136,29 @@ def _count_norm_elements(layer: LocalLayer) -> float:
     # Without a norm before them, the first projections of mixer and feed-forward each save their input.
     elements = 2.0 * shape.hidden
     if shape.pre_norms:
-        elements = 2 * layer.plain_norm_elements(shape.hidden)
+        elements = 2 * layer.unfused_norm_elements(shape.hidden)
     if shape.post_norms:
-        elements += 2 * layer.plain_norm_elements(shape.hidden, output=False)
+        elements += 2 * layer.unfused_norm_elements(shape.hidden, output=False)
     return elements / layer.token_shards
 
 
 def _count_live_elements(block: Block, layer: LocalLayer) -> float:
-    """Return the peak number of live elements per token in a plain layer's no-grad forward pass."""
-    # Hidden states exist besides the tensors of mixer and feed-forward; sequence parallelism gathers the
-    # input of a projection.
-    hidden = layer.shape.hidden
-    hidden_states = block.feed_forward.live_hidden_states(layer.shape) * hidden / layer.token_shards
-    gathered_states = 0
-    if layer.token_shards > 1:
-        gathered_states = hidden
+    """Return the peak number of a layer's activation elements per token in a forward pass without gradients.
 
-    # The mixer and the feed-forward run one after the other.
-    larger_half = max(block.mixer.live_elements(layer), block.feed_forward.live_elements(layer))
-    return hidden_states + gathered_states + larger_half
+    The layer is one without Transformer Engine; ``block`` is its mixer (such as attention) and feed-forward.
+    """
+    # Hidden states, such as the residual stream, are sharded by sequence parallelism.
+    hidden = layer.shape.hidden
+    hidden_elements = block.feed_forward.live_hidden_states(layer.shape) * hidden / layer.token_shards
+
+    # Sequence parallelism also gathers the complete input of a projection.
+    gathered_elements = 0
+    if layer.token_shards > 1:
+        gathered_elements = hidden
+
+    # The mixer and the feed-forward run one after the other, so count the tensors of the larger one.
+    inner_elements = max(block.mixer.live_elements(layer), block.feed_forward.live_elements(layer))
+    return hidden_elements + gathered_elements + inner_elements
 
 
 def count_microbatches_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
@@ -179,14 +183,15 @@ class LayerImplementation:
     dtype_bytes: int = 2
     """Bytes of an element of the model's dtype."""
     fused: bool = True
-    """Whether the layers are Transformer Engine's; otherwise they are this package's own (plain layers)."""
+    """Whether the layers are Transformer Engine's. Otherwise they are Megatron's layers without it."""
     recompute: str = "none"
     """Activation recomputation: ``none``, ``selective`` or ``full``."""
 
     def saved_bytes(self, shape: ModelShape, layout: ParallelLayout, block: Block, recompute: str) -> float:
-        """Return the bytes per token that a layer with this block saves for the backward pass on a rank.
+        """Return the bytes per token that a layer saves for the backward pass on a rank.
 
-        ``recompute`` overrides the field of the same name. See `saved_activation_bytes`.
+        ``block``: mixer (such as attention) and feed-forward of the layer. ``recompute`` overrides the field
+        of the same name. See `saved_activation_bytes`.
         """
         return saved_activation_bytes(
             shape,
@@ -258,12 +263,14 @@ def forward_bytes(
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
-    For fused layers the result is an upper bound: the saved activations of two layers. Plain layers are
-    counted exactly.
+    In Megatron's layers without Transformer Engine, the tensors at the peak are counted exactly. For
+    Transformer Engine's layers the result is an upper bound: twice the activations that one layer would save
+    for a backward pass.
     """
     counts = shape.count_blocks(layers)
 
-    # Without gradients nothing is saved: tensors exist only until the next layer has read them.
+    # Without gradients nothing is saved. A tensor exists only until the next layer has read it, so at most
+    # two layers have tensors at the same time.
     if implementation.fused:
         live_bytes = 2 * max(
             (implementation.saved_bytes(shape, layout, block, "none") for block in counts), default=0.0

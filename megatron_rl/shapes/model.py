@@ -174,7 +174,7 @@ class ModelShape:
         """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
 
-    def largest_tensor_size(self, limit: int) -> int:
+    def largest_tensor_parallel_size(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         mixer_heads: list[int] = []
         for mixer in self.mixers:
@@ -455,14 +455,21 @@ class ModelShape:
         return sum(count * mixer.cache_elements(self) for mixer, count in self.mixers.items())
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the bytes of the KV cache for one token of a sequence, on one of ``tensor`` ranks."""
+        """Return the bytes of the KV cache for one token of a sequence, on one GPU of the engine.
+
+        ``tensor``: tensor-parallel size of the engine.
+        """
         return sum(
             count * mixer.cache_elements(self) * bytes_per_element / mixer.cache_shards(self, tensor)
             for mixer, count in self.mixers.items()
         )
 
     def state_bytes_per_row(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the bytes of a sequence's fixed-size states on one of ``tensor`` ranks."""
+        """Return the bytes of the fixed-size states of one row (sequence), on one GPU of the engine.
+
+        Layers without a KV cache, such as gated delta nets, have such states. ``tensor``: tensor-parallel
+        size of the engine.
+        """
         return sum(
             count * mixer.state_bytes(self, bytes_per_element) / tensor
             for mixer, count in self.mixers.items()

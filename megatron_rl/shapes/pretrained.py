@@ -110,17 +110,19 @@ class PretrainedModel:
         return outer_weights(self.shape, first, last)
 
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """Yield a parameter's sources under the names of this family's checkpoints.
+        """Yield the checkpoint tensors of a parameter under the names of this family's checkpoints.
 
-        If the family stores several sources in one tensor, the function sets the `Source.first_row` of each.
+        Several sources may be stored in one fused tensor. Then the function sets `Source.first_row`, the row
+        of the fused tensor at which the source begins.
         """
         next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
             first_row = next_row.get(name, 0)
             yield replace(source, name=name, first_row=first_row)
-            # If the ranges of several sources alternate, the next source begins after one range of this
-            # source.
+            # The sources of a fused tensor may be interleaved: some rows of each source, then more rows of
+            # each source, and so on. The next source therefore begins after the first contiguous range of
+            # this source, which is the complete source unless it is interleaved.
             next_row[name] = first_row + source.rows_per_range
 
     def tensors(self) -> Iterator[CheckpointTensor]:
@@ -137,7 +139,8 @@ class PretrainedModel:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 
-        # Equal layers are renamed once: a model of 100 layers has few distinct layers.
+        # Give the weights of each distinct layer the names of this family's checkpoints. Layers with the same
+        # structure share the result, since a model of 100 layers has few distinct structures.
         renamed_weights: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
         for layer in range(self.shape.layers):
             common_weights = self.shape.weights(layer)
@@ -212,7 +215,8 @@ class PretrainedModel:
         """Return whether a checkpoint tensor that the model does not use is skipped without a warning.
 
         Ignorable tensors are rotary frequencies of old checkpoints, an output layer that is tied or replaced
-        by a scalar head, multi-token prediction layers, and the family's `copied` tensors.
+        by a scalar head, multi-token prediction layers, and tensors that exports copy without training
+        (`is_copied`).
         """
         if self.is_copied(name):
             return True
@@ -275,10 +279,11 @@ def separate_head_error(
     shapes: Mapping[str, Sequence[int]],
     difference: str,
 ) -> UserError:
-    """Return the error for a checkpoint with a tied output layer that differs from the embedding.
+    """Return the error for a stored output layer that config.json ties to the embedding.
 
-    transformers and vLLM load this output layer as a separate parameter. ``shapes`` are the stored shapes by
-    tensor name. ``difference`` describes the output layer, such as "other values".
+    The stored output layer differs from the embedding, and transformers and vLLM load it as a separate
+    parameter. ``shapes`` are the stored shapes by tensor name. ``difference`` describes the output layer,
+    such as "other values".
     """
     # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])
@@ -327,7 +332,8 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     model_type = config.get("model_type")
     supported_architectures = [family.architecture for family in FAMILIES.values()]
 
-    # The model type is compared only without an architecture.
+    # The model type is compared only without an architecture. `Family.scalar_architecture` is the same model
+    # with one number per token as output, for a critic or a reward model.
     for family in FAMILIES.values():
         if architecture is None and model_type in family.model_types:
             return family

@@ -167,8 +167,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The config.json of a text-only model is returned unchanged.
     """
+    # Return the language model of a multimodal model that can be trained.
     config = language_config(config)
-    # Other multimodal models cannot be trained, but their language model can be planned.
+    # In any other multimodal model the language model is ``text_config``. It cannot be trained, but `plan`
+    # can predict its memory and step time.
     return config.get("text_config") or config
 
 
@@ -197,8 +199,8 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
 def _describe_untrainable(path: Path) -> str:
     """Describe the unsupported features of a config.json, as a text to append to an error.
 
-    For a family outside of the table the text also lists unread keys. It is empty for a malformed
-    config.json.
+    If this package does not know the ``model_type``, the text also lists the keys of config.json that the
+    package does not read. If the config.json is malformed, the text is empty.
     """
     try:
         config = _text_config(read_json(path))

@@ -81,7 +81,7 @@ class Quantization:
         """Return whether a second scale per tensor exists, as in NVFP4."""
         return self.method == "nvfp4"
 
-    def has_dtypes(self, weight: str, scales: str) -> bool:
+    def supports_dtypes(self, weight: str, scales: str) -> bool:
         """Return whether a weight of dtype ``weight`` may have scales of dtype ``scales``."""
         if self.has_tensor_scales:
             return (weight, scales) == (BYTES, FP8)
@@ -249,9 +249,10 @@ def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
 
 
 def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> UserError:
-    """Return the error for a matrix in NVFP4 whose second scale is absent or not a single number.
+    """Return the error for a matrix in NVFP4 whose scale per tensor is absent or not a single number.
 
-    ``weight``, ``scale``: shapes of the matrix and of its second scale; None for an absent scale.
+    NVFP4 has a scale per block and, as the second scale, one for the complete tensor. ``weight``, ``scale``:
+    shapes of the matrix and of its scale per tensor; None for an absent scale.
     """
     got = "no such tensor"
     if scale is not None:

@@ -41,9 +41,11 @@ class Slice(NamedTuple):
 
 
 def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, ...]:
-    """Return the slice of each source of a Megatron parameter on one of ``rank_count`` tensor-parallel ranks.
+    """Return the slices of checkpoint tensors that a tensor-parallel rank has of a Megatron parameter.
 
-    ``latent`` parameters count as sharded, as in Megatron's plain layers.
+    The result has one slice for each checkpoint tensor of the parameter (`Weight.sources`). ``rank``: one of
+    ``rank_count`` tensor-parallel ranks. The down projections of latent attention (sharding ``latent``) count
+    as sharded, as in Megatron's layers without Transformer Engine.
     """
     if weight.sharding == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
@@ -230,9 +232,9 @@ class SharedBytes:
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Count the needed bytes of each replica rank that the actor ranks of a node have.
+        """Return the bytes that the actor ranks of each node have and each rank of an engine replica needs.
 
-        The result maps a node to its bytes, [ranks of a replica].
+        The result is node -> bytes, [ranks of a replica].
         """
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
@@ -248,12 +250,15 @@ class SharedBytes:
 def max_peers_on_node(
     shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
-    """Return an upper bound of the number of peers that a rank has on its node in a weight sync.
+    """Return an upper bound of the number of peers of a rank on its own node in a weight sync.
 
-    ``ranks`` are the engine's ranks, whose replicas are consecutive. A rank of the receiver's node that has
-    needed bytes counts as a sender if it is in another pipeline stage. A rank of the same stage counts only
-    if its shard differs from the receiver's shard, and if it has needed bytes that not every rank of the
-    stage has.
+    A peer is a rank to which the rank sends messages, or from which it receives messages. ``ranks`` are the
+    engine's ranks, whose replicas are consecutive. The bound assumes that a receiver gets bytes from each of
+    these ranks on its node:
+
+    - a rank of another pipeline stage of the actor, if the rank has bytes that the receiver needs;
+    - a rank of the receiver's stage with a different shard, if the rank has bytes that the receiver needs and
+      that some rank of the stage does not have.
     """
     # Stage -> bytes that every rank of the stage has and each replica rank needs, such as norms.
     common_bytes: dict[int, list[int]] = {}
@@ -338,23 +343,25 @@ def shared_bytes(
 
     ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
     ``settings`` are Megatron's settings for uneven stages. With ``whole_experts`` each rank of a replica has
-    complete experts (vLLM's expert parallelism). With ``lora`` only adapters are sent. Gate and up, for
-    example, count as two tensors with a separate A each, even if the family's checkpoints fuse them.
+    complete experts (vLLM's expert parallelism).
+
+    With ``lora`` only adapters are sent. Every projection then counts with its own matrix A, also projections
+    that the checkpoints of the model's family fuse into one tensor, such as gate and up.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
     # A trainer on a single rank has all weights that the engine needs.
     single_rank = ParallelLayout((0,))
-    _, complete_shard_bytes = engine.count_shards(single_rank)
+    _, complete_shard_bytes = engine.list_shards(single_rank)
     needed_bytes = _sum_by_rank(complete_shard_bytes.values())
 
     # The needed bytes of a replica with one rank are the size of the model.
     single_engine = _Engine(shape, 1, itemsize, lora=lora)
-    _, model_shard_bytes = single_engine.count_shards(single_rank)
+    _, model_shard_bytes = single_engine.list_shards(single_rank)
     (model_bytes,) = _sum_by_rank(model_shard_bytes.values())
 
     # Ranks with the same shards share one list.
-    shards, shard_bytes = engine.count_shards(actor, settings)
+    shards, shard_bytes = engine.list_shards(actor, settings)
     resident_bytes = {
         rank_shards: _sum_by_rank(shard_bytes[shard] for shard in rank_shards)
         for rank_shards in set(shards.values())
@@ -406,12 +413,12 @@ class _Engine:
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
-    def count_shards(
+    def list_shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
-        """Return the shards of each trainer rank, and the needed bytes of each shard.
+        """Return the shards that each trainer rank has, and the bytes that each engine rank needs of a shard.
 
-        The needed bytes of a shard are a list, with one number per rank of a replica.
+        The result is (trainer rank -> shards, shard -> bytes [ranks of an engine replica]).
 
         ``settings``: Megatron's settings for uneven pipeline stages.
         """
@@ -438,43 +445,47 @@ class _Engine:
                 layer_bytes[weights] = self._count_layer_bytes(weights, trainer)
 
             if embedding_weights:
-                for tensor, embedding_bytes in enumerate(
-                    self._common_bytes(embedding_weights, trainer.tensor)
-                ):
-                    shard_bytes["embedding", tensor] = embedding_bytes
+                bytes_by_tensor_rank = self._common_bytes(embedding_weights, trainer.tensor)
+                for tensor_rank, embedding_bytes in enumerate(bytes_by_tensor_rank):
+                    shard_bytes["embedding", tensor_rank] = embedding_bytes
             shard_bytes |= self._stage_shard_bytes(stage, layer_counts, layer_bytes)
 
             # Ranks with the same coordinates in both grids, dense and expert, have the same shards.
             for index, rank in enumerate(ranks):
                 # The expert grid counts its tensor dimension first, then the expert dimension.
-                expert_index, expert_tensor = divmod(index, trainer.expert_tensor)
-                expert = expert_index % trainer.expert
-                tensor = index % trainer.tensor
-                rank_shards: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
-                rank_shards += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
+                outer_index, expert_tensor_rank = divmod(index, trainer.expert_tensor)
+                expert_rank = outer_index % trainer.expert
+                tensor_rank = index % trainer.tensor
+                rank_shards: list[Shard] = [
+                    ("replicated", stage),
+                    ("dense", stage, tensor_rank),
+                    ("experts", stage, expert_rank),
+                    ("experts", stage, expert_rank, expert_tensor_rank),
+                ]
                 if embedding_weights:
-                    rank_shards.append(("embedding", tensor))
+                    rank_shards.append(("embedding", tensor_rank))
                 shards[rank] = frozenset(rank_shards)
         return shards, shard_bytes
 
     def _stage_shard_bytes(
         self, stage: int, layer_counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
     ) -> dict[Shard, list[int]]:
-        """Return the needed bytes of each shard of a pipeline stage: one number per rank of a replica.
+        """Return the bytes that each rank of an engine replica needs of each shard of a pipeline stage.
 
-        ``layer_counts``: parameters of a layer -> number of such layers in the stage. ``layer_bytes``:
-        parameters of a layer -> bytes of one such layer.
+        The result is shard -> bytes, [ranks of the replica]. A kind of layer is identified by its parameters
+        (`Weights`). ``layer_counts``: kind of layer -> number of such layers in the stage. ``layer_bytes``:
+        kind of layer -> bytes of one such layer.
         """
         sizes_by_shard: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in layer_counts.items():
             one_layer = layer_bytes[weights]
             layer_shards: dict[Shard, list[int]] = {("replicated", stage): one_layer.replicated}
-            for tensor, sizes in enumerate(one_layer.dense):
-                layer_shards["dense", stage, tensor] = sizes
-            for expert, sizes in enumerate(one_layer.replicated_experts):
-                layer_shards["experts", stage, expert] = sizes
-            for (expert, expert_tensor), sizes in one_layer.experts.items():
-                layer_shards["experts", stage, expert, expert_tensor] = sizes
+            for tensor_rank, sizes in enumerate(one_layer.dense):
+                layer_shards["dense", stage, tensor_rank] = sizes
+            for expert_rank, sizes in enumerate(one_layer.replicated_experts):
+                layer_shards["experts", stage, expert_rank] = sizes
+            for (expert_rank, expert_tensor_rank), sizes in one_layer.experts.items():
+                layer_shards["experts", stage, expert_rank, expert_tensor_rank] = sizes
 
             for shard, sizes in layer_shards.items():
                 sizes_by_shard[shard].append([count * size for size in sizes])
@@ -501,15 +512,15 @@ class _Engine:
         experts_per_rank = self.shape.experts // trainer.expert
         expert_bytes = self._count_expert_bytes(_sharded_weights(routed_weights), trainer.expert_tensor)
         (replicated_expert_bytes,) = self._count_expert_bytes(_replicated_weights(routed_weights), 1)
-        for expert in range(trainer.expert):
-            local_experts = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
+        for expert_rank in range(trainer.expert):
+            local_experts = range(expert_rank * experts_per_rank, (expert_rank + 1) * experts_per_rank)
             expert_counts = [
                 self._count_common_experts(local_experts, engine_rank)
                 for engine_rank in range(self.replica_size)
             ]
             replicated_experts.append(_multiply_lists(expert_counts, replicated_expert_bytes))
-            for expert_tensor, sizes in enumerate(expert_bytes):
-                experts[expert, expert_tensor] = _multiply_lists(expert_counts, sizes)
+            for expert_tensor_rank, sizes in enumerate(expert_bytes):
+                experts[expert_rank, expert_tensor_rank] = _multiply_lists(expert_counts, sizes)
 
         (replicated_bytes,) = self._common_bytes(_replicated_weights(dense_weights), 1)
         return _LayerBytes(
@@ -601,10 +612,11 @@ def received_by_other_projects(
 ) -> dict[str, float]:
     """Return the bytes that each rollout rank receives with the methods of other projects, by method.
 
-    ``tensor``: tensor-parallel size of the rollout. Colocated engines follow HybridFlow (arXiv 2409.19256,
-    table 2). HybridFlow's own method needs a ``tensor`` that divides the actor's model-parallel size.
-    Projects that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Separate
-    engines receive a broadcast of the complete model.
+    ``tensor``: tensor-parallel size of the rollout. The formulas for colocated engines are from
+    HybridFlow (arXiv 2409.19256, table 2). HybridFlow's own method needs a ``tensor`` that divides the
+    actor's model-parallel size. verl, mbridge, Megatron-Bridge and slime gather the weights, so that a rank
+    receives as many bytes as with HybridFlow-V. A rank of a separate engine receives a broadcast of the
+    complete model.
     """
     gather_volume = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
@@ -633,8 +645,12 @@ Larger islands keep their order."""
 def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
     """Order ``ranks`` so that the replicas, which are consecutive ranks, receive the fewest bytes of weights.
 
-    The largest number of received bytes of any rank is minimised first, then the sum over ranks. Replicas
-    stay inside a node if their size allows it: global rank r is on node r // ``gpus_per_node``.
+    The order minimises the bytes that the busiest rank receives, then the sum of bytes over ranks. Global
+    rank r is on node r // ``gpus_per_node``.
+
+    Ranks are ordered separately in each island, a smallest set of successive nodes that complete replicas
+    fill. If the replica size divides the number of ranks on a node, each node is an island. An island of more
+    than `LARGEST_ISLAND` ranks keeps its order.
     """
     replica_size = len(weights.needed)
     sorted_ranks = tuple(sorted(ranks))
@@ -642,13 +658,15 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
         return sorted_ranks
 
     ordered_ranks: list[int] = []
-    assignment_by_costs: dict[Costs, list[int]] = {}  # many islands have the same costs
+    # Cache assignments by cost matrix, since many islands have the same cost matrix.
+    assignment_by_costs: dict[Costs, list[int]] = {}
     for island in _divide_into_islands(sorted_ranks, replica_size, gpus_per_node):
         if len(island) > LARGEST_ISLAND:
             ordered_ranks += island
             continue
 
-        # Assign each rank of the island to a rank in a replica.
+        # Assign each global rank of the island to a position (rank in a replica). Each position gets as many
+        # global ranks as the island has replicas.
         costs = tuple(
             tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
         )
@@ -658,7 +676,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
         for rank, rank_in_replica in zip(island, assignment_by_costs[costs], strict=True):
             candidates[rank_in_replica].append(rank)
 
-        # The i-th candidates for each rank in a replica form the island's i-th replica.
+        # The i-th candidates of all positions form the island's i-th replica.
         for replica in zip(*candidates, strict=True):
             ordered_ranks += replica
     return tuple(ordered_ranks)

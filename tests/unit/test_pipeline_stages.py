@@ -13,7 +13,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import EMBEDDING, FIRST, LAST, LOSS, ParallelLayout, stage_ends, stage_layers
+from megatron_rl.shapes.layout import (
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LOSS,
+    ParallelLayout,
+    end_stage_sizes,
+    stage_layers,
+)
 
 
 def of_megatron(layers: int, stages: int, virtual: int, more: dict) -> list[list[int]]:
@@ -95,7 +103,7 @@ def test_layers_that_do_not_fit_are_refused_with_what_would(layers, stages, virt
 
 @given(st.integers(1, 130), st.integers(2, 16), st.integers(1, 4))
 def test_chosen_ends_make_stages_that_megatron_accepts(layers, stages, virtual) -> None:
-    ends = stage_ends(layers, stages, virtual)
+    ends = end_stage_sizes(layers, stages, virtual)
     layout = ParallelLayout(tuple(range(stages)), pipeline=stages, virtual_pipeline=virtual)
     if ends is None:
         return
@@ -111,4 +119,4 @@ def test_chosen_ends_make_stages_that_megatron_accepts(layers, stages, virtual) 
     [(61, 16, (3, 2)), (94, 8, (11, 11)), (63, 2, (32, 31)), (80, 4, (20, 20)), (5, 5, (1, 1))],
 )
 def test_ends_hold_fewer_layers(layers, stages, ends) -> None:
-    assert stage_ends(layers, stages) == ends
+    assert end_stage_sizes(layers, stages) == ends

@@ -358,7 +358,7 @@ def _dequantised_tensors(
         if scales is None:
             tensors[name] = tensor
             continue
-        if not quantization.has_dtypes(tensor.dtype, scales.dtype):
+        if not quantization.supports_dtypes(tensor.dtype, scales.dtype):
             # The weight is not stored in a quantised format, such as a float32 weight with scales. Keep the
             # scales: the comparison with the model then reports them as unexpected tensors.
             tensors[name] = tensor

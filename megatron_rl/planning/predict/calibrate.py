@@ -89,7 +89,10 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
 
 
 def estimate_run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Estimate the mean lengths of a run's prompts and responses from the metrics of its steps."""
+    """Estimate the mean lengths of a run's prompts and responses from the metrics of its steps.
+
+    Each metric is reduced to its median over all steps.
+    """
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_metric(name: str) -> float | None:
@@ -105,8 +108,8 @@ def estimate_run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunS
         return RunStats(None, response_length)
 
     # The measured throughput counts prompts and responses, so subtract the responses to get the prompts.
-    mean_row = tokens_per_second * step_seconds / rows
-    return RunStats(max(1.0, mean_row - response_length), response_length)
+    mean_row_length = tokens_per_second * step_seconds / rows
+    return RunStats(max(1.0, mean_row_length - response_length), response_length)
 
 
 def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -133,30 +136,31 @@ def _with_efficiency(constants: Constants, **efficiencies: float) -> Constants:
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
 
-def _fit_train_factor(
+def _fit_train_efficiency(
     predict_with: Callable[[Constants], RunStep],
     constants: Constants,
     predicted: RunStep,
     measured_seconds: float,
 ) -> float:
-    """Return the efficiency ``rl_train`` for which ``measured_seconds`` are predicted for the phase learn.
+    """Return the ``rl_train`` at which the predicted time of the learn phase equals the measured time.
 
-    Only computation scales with this efficiency. A second prediction with twice the factor separates
-    computation from the gradient exchange.
+    ``rl_train`` is the planner's efficiency of training computation. ``predicted`` is the prediction with the
+    current value. A second prediction with twice the value separates computation, which gets twice as fast,
+    from the gradient exchange, which does not change.
     """
-    factor = constants.efficiency.rl_train
+    efficiency = constants.efficiency.rl_train
     learn_seconds = predicted.seconds["learn"]
 
-    # The phase takes compute + exchange seconds. With twice the factor it takes compute / 2 + exchange.
-    faster_constants = _with_efficiency(constants, rl_train=2.0 * factor)
+    # The phase takes compute + exchange seconds. At twice the efficiency it takes compute / 2 + exchange.
+    faster_constants = _with_efficiency(constants, rl_train=2.0 * efficiency)
     faster_learn_seconds = predict_with(faster_constants).seconds["learn"]
     compute_seconds = 2.0 * (learn_seconds - faster_learn_seconds)
     exchange_seconds = learn_seconds - compute_seconds
 
     # If the run is faster than the predicted exchange alone, scale the complete phase.
     if measured_seconds > exchange_seconds:
-        return factor * (compute_seconds / (measured_seconds - exchange_seconds))
-    return factor * (learn_seconds / measured_seconds)
+        return efficiency * (compute_seconds / (measured_seconds - exchange_seconds))
+    return efficiency * (learn_seconds / measured_seconds)
 
 
 def _require_plausible_seconds(
@@ -168,7 +172,7 @@ def _require_plausible_seconds(
     """
     errors = []
     for name, (predicted_seconds, measured_seconds) in seconds_by_phase.items():
-        # Seconds outside of the phases are time of the host, which has no bounds.
+        # Do not check the time outside of all phases: it is CPU time, for which no bounds are known.
         if name == _REST:
             continue
         lower_bound = predicted_seconds / MAX_SPEEDUP
@@ -182,7 +186,7 @@ def _require_plausible_seconds(
             where=f"{run_dir}/metrics.jsonl: time/{name}",
             expected=f"{lower_bound:.3g} to {upper_bound:.3g} s with {gpu}",
             got=f"{measured_seconds:.3g} s",
-            fix="name the GPU that it ran on with --gpu; a run on a host cannot be used",
+            fix="name the GPU that it ran on with --gpu; a run on CPUs cannot be used",
         )
         errors.append(error)
     if errors:
@@ -252,7 +256,7 @@ def calibrate_constants(
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
     efficiency: dict[str, float] = {}
     if "learn" in seconds_by_phase:
-        efficiency["rl_train"] = _fit_train_factor(
+        efficiency["rl_train"] = _fit_train_efficiency(
             predict_with, constants, predicted_step, measured_seconds["learn"]
         )
     # The phases score and reward have a common efficiency, since both are forward passes.

@@ -92,10 +92,11 @@ class ConfiguredPlans:
 def plan_configuration(
     path: Path, overrides: Sequence[str], world_size: int | None, gpu: str | None, constants: Constants
 ) -> ConfiguredPlans:
-    """Predict the layout of a configuration, and the best plan of each placement on the same number of GPUs.
+    """Predict the step time of a configuration, and of the best plan for each placement on as many GPUs.
 
     ``gpu`` replaces the configuration's GPU; if both are None, the GPU is `ASSUMED_GPU`. Raises UserErrors
-    for a configuration with errors other than missing files, and for roles that the search does not place.
+    for a configuration with errors other than missing files. Raises UserError for roles that the placement
+    search does not support.
     """
     machine_overrides = list(overrides)
     if gpu is not None:
@@ -108,9 +109,9 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    configured_plan = _predict_layout("the given layout", (), report, constants, ())
+    configured_plan = _predict_configuration("the given layout", (), report, constants, ())
 
-    # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
+    # Check the layout of each plan: the search estimates memory less precisely than `check`.
     candidates: list[ConfiguredPlan] = []
     rejections: list[str] = []
     for plan in search_simplest_placements(problem, _sampling_schedule(config)).plans:
@@ -120,7 +121,7 @@ def plan_configuration(
             rejections.append(f"{plan.name}: {candidate_report.errors[0].message}")
             continue
         candidates.append(
-            _predict_layout(plan.name, plan_overrides, candidate_report, constants, plan.reasons)
+            _predict_configuration(plan.name, plan_overrides, candidate_report, constants, plan.reasons)
         )
     candidates.sort(key=lambda candidate: candidate.step.total)
     return ConfiguredPlans(configured_plan, tuple(candidates), tuple(rejections), is_gpu_assumed)
@@ -249,16 +250,17 @@ def _override_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _predict_layout(
+def _predict_configuration(
     name: str,
     overrides: Sequence[str],
     report: CheckReport,
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Predict a checked configuration: the seconds of a step, and network bytes by cause, such as gradients.
+    """Predict the step time and the network traffic of a checked configuration.
 
-    ``name``, ``overrides``, ``reasons``: fields of the result.
+    The traffic is listed by cause, such as gradients. ``name``, ``overrides`` and ``reasons`` become fields
+    of the result.
     """
     config = report.config
     layouts = report.layouts or {}
@@ -282,13 +284,17 @@ def _predict_layout(
     return ConfiguredPlan(name, tuple(overrides), report, step, network_bytes_by_cause, tuple(reasons))
 
 
-def difference_text(plan: ConfiguredPlan, configured_plan: ConfiguredPlan) -> str:
-    """Describe how a plan's step time differs from the configured layout's, and in which phase most."""
-    seconds_more = plan.step.total - configured_plan.step.total
+def difference_text(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
+    """Describe how the step time of a plan differs from the step time of ``baseline``.
+
+    The text names the phase that contributes most to the difference. ``baseline`` is the layout of the user's
+    configuration, which the text calls "the given layout".
+    """
+    seconds_more = plan.step.total - baseline.step.total
     seconds_more_by_phase: dict[str, float] = {}
     for phase in PHASES:
-        seconds_more_by_phase[phase] = plan.step.seconds[phase] - configured_plan.step.seconds[phase]
-    relative_difference = abs(seconds_more) / configured_plan.step.total
+        seconds_more_by_phase[phase] = plan.step.seconds[phase] - baseline.step.seconds[phase]
+    relative_difference = abs(seconds_more) / baseline.step.total
 
     # A difference below 1% is far smaller than the error of the predictions.
     if relative_difference < 0.01:

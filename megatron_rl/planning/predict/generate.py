@@ -273,8 +273,9 @@ def replica_seconds(
     """Return the seconds until the last of ``rows`` responses on one replica is complete.
 
     Prompts have ``prompt_length`` tokens, and ``samples_per_prompt`` rows share a prompt. Decode steps
-    continue to the end of the longest response. Unfinished sequences that do not fit into the engine or its
-    cache wait. The result is infinite if the cache has no room for one sequence.
+    continue to the end of the longest response. The engine decodes at most ``rollout.max_sequences``
+    sequences at a time, and only as many as fit in the KV cache; the remaining sequences wait. The result is
+    infinite if the KV cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     cache_capacity = cache_capacity_tokens(model, rollout, machine)

@@ -87,12 +87,13 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
     return rank_bytes / group_bandwidth(machine, size, stride)
 
 
-def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
-    """Return the seconds of a token exchange (all-to-all) over ``size`` consecutive ranks, in one direction.
+def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, experts_per_token: int) -> float:
+    """Return the seconds of the all-to-all of expert parallelism in one direction, dispatch or combine.
 
-    ``sent_bytes`` are the bytes of one rank, which sends each token to its ``copies`` experts. Across nodes a
-    token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437 section
-    3.2.2).
+    The expert-parallel group has ``size`` consecutive ranks. Each token is sent to ``experts_per_token``
+    experts, and ``sent_bytes`` counts the token once per expert. Between nodes a token is sent only once to
+    each remote node that has at least one of its experts (DeepEP, arXiv 2412.19437 section 3.2.2). The
+    experts of a token are assumed to be independent and uniform over nodes.
     """
     if size <= 1:
         return 0.0
@@ -105,13 +106,13 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
     if local_ranks >= size:
         return nvlink_seconds
 
-    # Expected number of distinct remote nodes among ``copies`` uniform choices of a node.
+    # Expected number of distinct remote nodes among ``experts_per_token`` uniform choices of a node.
     num_nodes = size / local_ranks
-    distinct_nodes = num_nodes * (1.0 - (1.0 - 1.0 / num_nodes) ** copies)
+    distinct_nodes = num_nodes * (1.0 - (1.0 - 1.0 / num_nodes) ** experts_per_token)
     remote_nodes = distinct_nodes * (num_nodes - 1) / num_nodes
 
     # The slower link determines the time: tokens are forwarded over NVLink while other tokens arrive.
-    network_bytes = sent_bytes / max(1, copies) * remote_nodes
+    network_bytes = sent_bytes / max(1, experts_per_token) * remote_nodes
     network_seconds = network_bytes / (cluster.network * efficiency.network)
     return max(nvlink_seconds, network_seconds)
 
@@ -175,9 +176,9 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
     """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
-    The kernels are norms, residual additions, rotary embeddings, copies of heads, the activation, and
-    permutations of routed tokens. ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of
-    ranks over which the tokens of norms are sharded (sequence parallelism).
+    The kernels are norms, residual additions, rotary embeddings, contiguous copies of attention heads, the
+    activation, and permutations of routed tokens. ``tensor`` is the tensor-parallel size, and
+    ``token_shards`` the number of ranks over which the tokens of norms are sharded (sequence parallelism).
     """
     # An average layer is the mean of all layers.
     moe_fraction = model.moe_layers / model.layers
@@ -191,10 +192,11 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
         bytes_per_inner = 6.0
 
     # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism shards norms.
-    # Rotary angles and copies of heads move four tensors of the queries' size.
+    # Rotary embeddings and contiguous copies of heads move four tensors of the queries' size.
     sharded_bytes = 8.0 * model.query_width
     sharded_bytes += bytes_per_inner * inner_width
-    # Permutations of routed tokens before and after the exchange, both ways: six hidden states per copy.
+    # Routed tokens are permuted before and after each of the two all-to-alls, dispatch and combine. All
+    # permutations together move six hidden states for each expert of a token.
     sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_fraction
 
     # Norms and residual additions: twelve hidden states.
@@ -274,9 +276,10 @@ def layer_seconds(
     """Return the seconds of one average layer for a micro-batch of ``tokens`` tokens.
 
     ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
-    that a token attends to. ``fused`` selects Transformer Engine's layers, otherwise plain layers, which save
-    more activations for the backward pass and move more bytes. ``frozen`` weights have no gradients; the
-    FLOPs of their adapters are not counted. ``exchanges_heads``: see `_exposed_communication_seconds`.
+    that a token attends to. ``fused`` selects Transformer Engine's layers. Megatron's layers without
+    Transformer Engine save more activations for the backward pass and move more bytes. ``frozen`` weights
+    have no gradients; the FLOPs of their adapters are not counted. ``exchanges_heads``: see
+    `_exposed_communication_seconds`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
@@ -390,7 +393,10 @@ class TrainChoice:
 
     @property
     def layers(self) -> LayerImplementation:
-        """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
+        """Return the implementation of the model's layers, with the recompute setting.
+
+        Layers are Transformer Engine's (``fused``) or Megatron's layers without Transformer Engine.
+        """
         fused = self.transformer_engine and not self.model.needs_plain_layers
         return LayerImplementation(fused=fused, recompute=self.recompute)
 
@@ -454,28 +460,29 @@ class OptimizerStep:
 def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaWork:
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
-    With packing a micro-batch has up to ``micro_batch * row_limit`` tokens, and at least one row. Without
-    packing it has ``micro_batch`` rows, padded to its longest row. A replica gets at least one row.
+    With packing, a micro-batch has up to ``micro_batch * row_limit`` tokens, and at least one row. Without
+    packing, a micro-batch has ``micro_batch`` rows, each padded to the length of the longest. A replica gets
+    at least one row.
     """
-    mean_row = batch.mean_row
-    row_limit = batch.row_limit
+    mean_length = batch.mean_row
+    max_length = batch.row_limit
     replica_rows = max(1.0, rows / choice.layout.data)
 
     if batch.packing:
         # Assume that half a row of each micro-batch remains empty. The trainer's `partition_rows` packs
         # tighter: with 128 or 512 rows of exponential lengths, less than 0.2 rows remain empty in most cases.
-        # The constants are fitted with this assumption, which changes the number of micro-batches but not
-        # their total tokens.
-        rows_that_fit = choice.micro_batch * row_limit / mean_row - 0.5
+        # The assumption changes the number of micro-batches but not their total tokens. It stays as it is,
+        # because the efficiencies of constants.json were fitted under it.
+        rows_that_fit = choice.micro_batch * max_length / mean_length - 0.5
         microbatch_rows = min(max(1.0, rows_that_fit), replica_rows)
-        tokens = microbatch_rows * mean_row
+        tokens = microbatch_rows * mean_length
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
-        # The more rows a micro-batch has, the closer is its longest row to the limit.
-        padded_row = mean_row
+        # The more rows a micro-batch has, the closer is its longest row to the maximum length.
+        padded_length = mean_length
         if microbatch_rows > 1:
-            padded_row = mean_row + (row_limit - mean_row) * (1 - 1 / microbatch_rows)
-        tokens = microbatch_rows * padded_row
+            padded_length = mean_length + (max_length - mean_length) * (1 - 1 / microbatch_rows)
+        tokens = microbatch_rows * padded_length
     return ReplicaWork(tokens, max(1.0, replica_rows / microbatch_rows), batch.context)
 
 
@@ -804,7 +811,10 @@ def merged_bytes(choice: TrainChoice) -> float:
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the memory of the fullest GPUs of a role that only runs forward passes."""
+    """Return the peak memory of a role in the score phase, where the role only runs forward passes.
+
+    The peak is that of the pipeline stage with the most memory.
+    """
     model = choice.model
     layout = choice.layout
     tokens = choice.micro_batch * batch.row_limit

@@ -73,8 +73,11 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 }
 """Groupings of roles that share GPUs, by algorithm; for PPO they include HybridFlow's figure 12."""
 
-_STATE_FACTORS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on an idle role's states, as multiples of its smallest states; the last value means no limit."""
+_STATE_LIMIT_FACTORS = (1.0, 1.3, 2.0, 4.0, 1e9)
+"""Factors to try for the limit on the memory of a role's states (weights, optimizer) on a GPU.
+
+The limit is the factor times the memory of the states in the role's most compact layout. The last factor
+means no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05
@@ -174,19 +177,23 @@ class GroupPlan:
         return total_seconds
 
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
-        """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
+        """Return the seconds of each role in a step.
+
+        All ranks of the group take the same time, so the result lists only ``rank`` for each role.
+        """
         all_seconds = []
         for index, (role, plan) in enumerate(self.plans.items()):
-            # The swap happens once per step, so add it to the first role.
-            learn = plan.learn
+            # The states of idle roles are moved to host memory and back once per step: add the seconds of
+            # these transfers to the first role.
+            role_learn_seconds = plan.learn
             if index == 0:
-                learn += self.swap_seconds
+                role_learn_seconds += self.swap_seconds
 
             seconds = RoleSeconds(
                 role,
                 (rank,),
                 forward=plan.forward,
-                learn=learn,
+                learn=role_learn_seconds,
                 reload_seconds=self.reload_seconds.get(role, 0.0),
             )
             all_seconds.append(seconds)
@@ -294,20 +301,24 @@ class Planner:
         ``generates``: whether the group also generates. ``is_only_group``: whether the placement has no other
         group of roles.
         """
-        # Trained roles come first, the actor before the critic: the lead's memory limits the other roles.
+        # The first role leads: all its plans are tried, and the other roles get the memory that its plan
+        # leaves free. Trained roles come first, and the actor before the critic.
         ordered_roles = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
-        state_factors = _STATE_FACTORS
+        # More memory for states can make a role faster, but leaves less memory for the other roles. A group
+        # of one role needs no limits.
+        limit_factors = _STATE_LIMIT_FACTORS
         if len(ordered_roles) == 1:
-            state_factors = _STATE_FACTORS[:1]
-        # Several groups cannot share a split into uneven stages, so try only even splits for them.
+            limit_factors = _STATE_LIMIT_FACTORS[:1]
+        # A configuration has one setting for uneven pipeline stages, which applies to one layout. Groups have
+        # different layouts, so with several groups try only layouts with equal stages.
         needs_even_stages = self.problem.shared_stage_split and not is_only_group
 
         fastest_group: GroupPlan | None = None
         shortest_seconds = inf
         for lead in self.plans_of_role(ordered_roles[0], gpus, needs_even_stages):
-            for max_state_factor in state_factors:
+            for state_limit_factor in limit_factors:
                 group = self._plan_group_with_lead(
-                    ordered_roles, lead, gpus, generates, max_state_factor, shortest_seconds
+                    ordered_roles, lead, gpus, generates, state_limit_factor, shortest_seconds
                 )
                 if group is not None and group.busy_seconds < shortest_seconds:
                     fastest_group = group
@@ -320,19 +331,22 @@ class Planner:
         lead: TrainPlan,
         gpus: int,
         generates: bool,
-        max_state_factor: float,
+        state_limit_factor: float,
         max_seconds: float,
     ) -> GroupPlan | None:
-        """Return the plan of a group whose first role, the lead, has a given plan.
+        """Return the plan of a group in which the first role has the plan ``lead``.
 
-        Each other role gets its fastest layout whose states are at most ``max_state_factor`` times its
-        smallest states. Returns None if the group does not fit, or if it takes at least ``max_seconds``
-        seconds without generation.
+        Every other role gets its fastest plan under a limit on the memory of the role's weights and optimizer
+        states. The limit is ``state_limit_factor`` times the memory that the states need in the role's most
+        compact plan.
+
+        ``generates``: whether the group also generates. Returns None if the group does not fit in memory, or
+        if the group takes at least ``max_seconds`` seconds without generation.
         """
         problem = self.problem
         plans = {ordered_roles[0]: lead}
         for role in ordered_roles[1:]:
-            plan = self._plan_after_lead(role, lead, gpus, max_state_factor)
+            plan = self._plan_other_role(role, lead, gpus, state_limit_factor)
             if plan is None:
                 return None
             plans[role] = plan
@@ -342,7 +356,7 @@ class Planner:
         work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
         resident_bytes = sum(state_bytes)
         swap_seconds = 0.0
-        # If the states do not fit together, idle states are moved to the host while another role works.
+        # If the states do not fit together, idle states are moved to host memory while another role works.
         if work_bytes + resident_bytes > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
@@ -356,19 +370,22 @@ class Planner:
             return group
         return self._with_generation(group, resident_bytes)
 
-    def _plan_after_lead(
+    def _plan_other_role(
         self,
         role: str,
         lead: TrainPlan,
         gpus: int,
-        max_state_factor: float,
+        state_limit_factor: float,
     ) -> TrainPlan | None:
-        """Return a role's plan in a group whose first role has the plan ``lead``, or None if no plan fits.
+        """Return the plan of ``role`` in a group whose first role has the plan ``lead``.
 
-        It is the fastest plan whose states are at most ``max_state_factor`` times the role's smallest states.
+        Returns the role's fastest plan under a limit on the memory of the role's weights and optimizer
+        states. The limit is ``state_limit_factor`` times the memory that the states need in the role's most
+        compact plan. Returns None if no plan fits.
         """
-        # A role needs the lead's layout in two cases: the configuration has one split into uneven stages for
-        # all roles, or the role is the base of the lead's adapters.
+        # The role must have the lead's layout in two cases. First, if the lead's pipeline stages are uneven:
+        # a configuration has one setting for uneven stages, which applies to all roles. Second, if the lead
+        # trains adapters and the role (a reference) runs the lead's base weights without them.
         choice = lead.choice
         has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
         shares_split = self.problem.shared_stage_split and has_uneven_stages
@@ -376,19 +393,19 @@ class Planner:
         if shares_split or shares_base:
             return self._with_layout_of(role, lead)
 
-        # Select the fastest plan within the limit; the front is sorted by time.
-        front = self.plans_of_role(role, gpus, self.problem.shared_stage_split)
-        if not front:
+        # Plans are sorted by time, so the first plan within the limit is the fastest.
+        plans = self.plans_of_role(role, gpus, self.problem.shared_stage_split)
+        if not plans:
             return None
-        limit = max_state_factor * min(plan.memory.states for plan in front)
-        return next(plan for plan in front if plan.memory.states <= limit)
+        max_state_bytes = state_limit_factor * min(plan.memory.states for plan in plans)
+        return next(plan for plan in plans if plan.memory.states <= max_state_bytes)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan in the layout of ``lead``, or None if the two models differ.
+        """Return the plan of ``role`` in the layout of ``lead``, the plan of the group's first role.
 
-        ``lead`` is the plan of the group's first role.
-
-        A frozen copy of a policy with adapters needs no weights, since it is the base of the adapters.
+        Returns None if the model of ``role`` differs from the model of the first role. If the actor trains
+        adapters, the reference uses the actor's base weights, so the reference's plan counts no memory for
+        weights.
         """
         batch = self.problem.batch
         machine = self.problem.machine
@@ -670,7 +687,9 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
             continue
         group = planner.plan_group(roles, size, True)
         if group is None:
-            # Fewer GPUs have even less memory. Only the full number of GPUs may fail because of its divisors.
+            # The full number of GPUs may fail although fewer GPUs fit: a number with few divisors allows few
+            # layouts. The smaller numbers have many divisors. If one of them fails, its GPUs have too little
+            # memory, and the remaining numbers of GPUs have even less.
             if size < planner.problem.gpus:
                 break
             continue
@@ -737,7 +756,8 @@ def _plan_placements(
 ) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement; None for a placement that does not fit.
 
-    ``sampling_schedule``: schedule of GPUs that only generate, one of `SAMPLING_SCHEDULES`.
+    ``sampling_schedule`` is used in the placement with separate GPUs for generation. It is one of
+    `SAMPLING_SCHEDULES`, and determines whether these GPUs generate while the other GPUs train.
     """
     yield _plan_colocated(planner, roles)
     yield _plan_split(planner, roles, sampling_schedule)
@@ -910,9 +930,10 @@ def _memory_need_text(problem: PlacementProblem) -> str:
 
 
 def _smallest_job_size(problem: PlacementProblem) -> int | None:
-    """Return the smallest power of 2 of GPUs on which all roles fit colocated.
+    """Return the smallest power of 2, above the problem's number of GPUs, on which all colocated roles fit.
 
-    Up to 64 times the problem's GPUs are tried. Returns None if these are not enough.
+    At most 64 times the problem's number of GPUs are tried. Returns None if the roles do not fit on any of
+    these numbers.
     """
     roles = _role_names(problem)
     size = 1

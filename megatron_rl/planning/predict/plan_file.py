@@ -75,14 +75,16 @@ def _rank_text(first: int, count: int) -> str:
 
 
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
-    """Return the layout section of a configuration, with all sizes except 1."""
+    """Return the layout section of a configuration: the parallel sizes of `_LAYOUT_SIZES` that are above 1.
+
+    With expert parallelism the section also sets ``expert_tensor`` to 1, the value that all plans use.
+    """
     section: dict[str, Any] = {}
     for name in _LAYOUT_SIZES:
         size = getattr(layout, name)
         if size > 1:
             section[name] = size
 
-    # Plans do not use expert-tensor parallelism.
     if layout.expert > 1:
         section["expert_tensor"] = 1
     return section
@@ -187,15 +189,18 @@ class _ConfigWriter:
         return section
 
     def frozen_section(self, role: str) -> dict[str, Any]:
-        """Return the section of a frozen role; empty for the base of the actor's adapters."""
+        """Return the section of a frozen role: its layout, or nothing if it inherits the actor's layout."""
+        # If the actor trains adapters, the reference is the actor's model without adapters. On the actor's
+        # ranks the reference then has no separate weights, and no layout.
         choice = self._plan_of(role).choice
         has_actor_ranks = self.ranges[role] == self.ranges[ACTOR.name]
         shares_base = spec_of(role).shares == INITIAL and self.actor.choice.lora is not None
         if shares_base and has_actor_ranks:
             return {}
 
-        # With uneven stages the role inherits the actor's layout, like trained roles.
-        if end_settings(choice.model.layers, choice.layout.pipeline):
+        # If the role's pipeline stages are uneven, the role inherits the actor's layout and settings.
+        uneven_stage_settings = end_settings(choice.model.layers, choice.layout.pipeline)
+        if uneven_stage_settings:
             return {}
         return {"layout": self.layout_section(role, choice.layout)}
 
@@ -278,7 +283,7 @@ class _ConfigWriter:
                 "chat_template": self.paths.chat_template,
             }
 
-        # Select the layers whose memory and seconds were predicted.
+        # Select the attention implementation for which memory and step time of the plan were predicted.
         attention = "torch"
         if self.actor.choice.transformer_engine:
             attention = "transformer_engine"
@@ -475,8 +480,14 @@ def _plan_lines(problem: PlacementProblem, number: int, run: PlannedRun) -> list
     return lines
 
 
-def plans_text(problem: PlacementProblem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
-    """Format the best plans of a search as text, with the numbers of tried layouts and settings."""
+def plans_text(
+    problem: PlacementProblem, runs: Sequence[PlannedRun], num_layouts: int, num_evaluated: int
+) -> str:
+    """Format the best plans of a search as text.
+
+    ``num_layouts`` is the number of parallel layouts that the search tried. ``num_evaluated`` is the number
+    of combinations of a layout and settings (micro-batch, recompute, offload) that the search evaluated.
+    """
     model = problem.models[ACTOR.name]
     batch = problem.batch
     optimizer_steps = f"{batch.optimizer_steps} optimizer steps"
@@ -489,7 +500,7 @@ def plans_text(problem: PlacementProblem, runs: Sequence[PlannedRun], layouts: i
         f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt_length:.0f}, "
         f"response {batch.lengths.mean:.0f} on average, {batch.lengths.limit:.0f} at most",
-        f"{layouts} layouts, {evaluated} ways to run them",
+        f"{num_layouts} layouts, {num_evaluated} ways to run them",
         "",
     ]
 

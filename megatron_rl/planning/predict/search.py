@@ -190,9 +190,14 @@ def _train_choices(
     exchanges_heads: bool,
     lora: Lora | None,
 ) -> Iterator[TrainChoice]:
-    """Yield all training settings of a layout: interleaving, micro-batch, optimizer offload and recompute."""
+    """Yield all training settings of a layout: interleaving, micro-batch, optimizer offload and recompute.
+
+    ``exchanges_heads``: whether context-parallel ranks exchange heads around attention (all-to-all) instead
+    of gathering keys and values.
+    """
     optimizers = [optimizer]
-    # Optimizer offload is slower but needs less memory, so plans with and without it can be on the front.
+    # Optimizer offload is slower but needs less memory, so plans with and without offload can be
+    # Pareto-optimal in time and memory.
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
 

@@ -99,10 +99,11 @@ def compose_step(
     fixed: float,
     samples_ahead: bool = False,
 ) -> StepSeconds:
-    """Combine the seconds of all roles into a step: a phase takes as long as on its busiest rank.
+    """Combine the seconds of all roles into the seconds of a step.
 
-    ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` the seconds outside of all phases;
-    ``samples_ahead`` is a field of `StepSeconds`.
+    On each rank the seconds of the rank's roles add up; the seconds of a phase are the maximum over ranks.
+    ``generate`` and ``reshard`` are the seconds of these phases. ``fixed`` are the seconds outside of all
+    phases. ``samples_ahead``: whether the rollout samples the next step's rows while the other roles work.
     """
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
     rank_seconds: dict[str, dict[int, float]] = {
@@ -450,7 +451,11 @@ def predict_run(
 
 
 def predict_checked_step(report: CheckReport) -> CheckedStep:
-    """Predict a step of a checked configuration on its GPU, which defaults to `ASSUMED_GPU`."""
+    """Predict the time of one training step of a checked configuration.
+
+    The GPU is that of the configuration, or `ASSUMED_GPU` if the configuration names none. If no prediction
+    is possible, the result contains the reason instead.
+    """
     config = report.config
     if report.errors or report.layouts is None:
         return CheckedStep(reason="the configuration has errors")
@@ -460,7 +465,7 @@ def predict_checked_step(report: CheckReport) -> CheckedStep:
         return CheckedStep(reason="the model's config.json is not on this machine")
     if not config.rollout.capabilities.in_process:
         return CheckedStep(reason="generation takes as long as the servers need")
-    # The constants are rates in half precision; float32 is only used on hosts.
+    # The planner's constants are rates of GPUs in half precision. In float32 models run only on CPUs.
     if config.model.dtype == "float32":
         return CheckedStep(reason="constants are for bfloat16 on GPUs, and model.dtype is float32")
 
@@ -470,7 +475,8 @@ def predict_checked_step(report: CheckReport) -> CheckedStep:
     except UserError:
         return CheckedStep(reason=f"the planner has no constants of {config.gpu}")
 
-    # A check for other machines accepts code that cannot be imported on this machine.
+    # The prediction imports the algorithm. The check may have accepted an algorithm that only other machines
+    # can import.
     try:
         algorithm_of(config)
     except UserError:

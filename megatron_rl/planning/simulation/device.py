@@ -49,7 +49,7 @@ class Simulation(TorchDispatchMode):
         super().__init__()
         self.boundary_shape: tuple[int, ...] = ()
         """Shape of the activations that pipeline stages send to each other."""
-        self.true_share = 1.0
+        self.assumed_true_fraction = 1.0
         """Assumed fraction of true elements in a mask, for operators whose output size depends on it."""
         self.phases: dict[str, Usage] = {}
 
@@ -64,7 +64,11 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the work inside the block, with an accelerator's code paths and evenly loaded experts."""
+        """Count bytes, kernels, device reads and messages of the code inside this context.
+
+        Inside the context the trainer uses an accelerator's code paths, and tokens are routed evenly to
+        experts.
+        """
         with ExitStack() as stack:
             stack.enter_context(_patch_accelerator_functions())
             stack.enter_context(_route_evenly(self))
@@ -86,7 +90,7 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the work inside the block as phase ``name``; blocks with the same name add up."""
+        """Count the code inside this context as phase ``name``; contexts with the same name add up."""
         usage = self.phases.setdefault(name, Usage())
         outer_usage = self._usage
         self._usage = usage
@@ -126,9 +130,9 @@ class Simulation(TorchDispatchMode):
             self._usage.selections += 1
 
         if func is _aten.masked_select.default and args[0].is_meta:
-            # The size of the result depends on values that do not exist: assume `true_share`.
+            # The size of the result depends on values that do not exist: assume `assumed_true_fraction`.
             values, mask = args
-            num_selected = round(mask.numel() * self.true_share)
+            num_selected = round(mask.numel() * self.assumed_true_fraction)
             result = values.new_empty(num_selected)
         else:
             result = func(*args, **kwargs)
@@ -223,7 +227,11 @@ class Simulation(TorchDispatchMode):
         self._usage.bytes[name] += num_bytes
 
     def _count_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator of c10d, and call it although the other ranks do not exist."""
+        """Count the traffic of a collective or a message of the simulated rank, then run the operator.
+
+        ``func`` is an operator of c10d, torch's namespace of collectives. The other ranks do not exist, so
+        the process group does not communicate. Results that the trainer reads on the CPU are filled in here.
+        """
         name = func.overloadpacket.__name__
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
 
@@ -253,7 +261,11 @@ class Simulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _assumed_values(self, tensor: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return a host copy of a device tensor: its assigned values, or a tensor of ones if it has none."""
+        """Return the values that a copy of a simulated tensor to the CPU yields.
+
+        Simulated tensors are on the meta device and have no data. If the simulation has assigned values to
+        the tensor's storage, the result has these values; otherwise it has ones.
+        """
         key = tensor.untyped_storage()._cdata
         assigned_values = self._values.get(key)
         if assigned_values is not None:
@@ -263,10 +275,8 @@ class Simulation(TorchDispatchMode):
         return torch.ones(tensor.shape, dtype=dtype)
 
     def _assumed_scalar(self, tensor: Tensor) -> Any:
-        """Return the assumed value of a tensor with one element: 1, or False for a boolean.
-
-        The trainer reads booleans only to raise an error if they are true.
-        """
+        """Return the value that ``.item()`` yields for a simulated tensor, which has no data: 1 or False."""
+        # The trainer reads a boolean only to raise an error if it is true.
         if tensor.dtype == torch.bool:
             return False
         return torch.ones((), dtype=tensor.dtype).item()
@@ -285,7 +295,10 @@ _READS: dict[Any, Callable[..., Any]] = {
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of an operator of `_READS` copies values from the device to the host."""
+    """Return whether a call of an operator of `_READS` copies values from the simulated device to the CPU.
+
+    Tensors on the simulated device are meta tensors.
+    """
     if func is _aten.copy_.default:
         target, source = args[:2]
         return source.is_meta and not target.is_meta
@@ -293,8 +306,8 @@ def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
     source = args[0]
     if func is _aten._to_copy.default:
         target_device = kwargs.get("device")
-        is_download = target_device is not None and target_device.type != "meta"
-        return source.is_meta and is_download
+        has_cpu_target = target_device is not None and target_device.type != "meta"
+        return source.is_meta and has_cpu_target
     return source.is_meta
 
 
@@ -368,7 +381,7 @@ def _patch_accelerator_functions() -> Iterator[None]:
 
     def tensor_of_values(data: Any, **options: Any) -> Tensor:
         """Create a tensor from ``data``, and count a read for each scalar on the device."""
-        return torch_tensor(_host_values(data), **options)
+        return torch_tensor(_read_device_scalars(data), **options)
 
     setattr(functional, _ATTENTION, fused_attention)
     library.tensor = tensor_of_values
@@ -379,10 +392,14 @@ def _patch_accelerator_functions() -> Iterator[None]:
         library.tensor = torch_tensor
 
 
-def _host_values(value: Any) -> Any:
-    """Replace scalars on the device by their Python values, also inside nested lists."""
+def _read_device_scalars(value: Any) -> Any:
+    """Replace scalars on the simulated device by Python numbers, also inside nested lists.
+
+    Tensors on the simulated device are meta tensors. The call of ``.item()`` counts as a read of the device
+    and returns an assumed value.
+    """
     if isinstance(value, list | tuple):
-        return [_host_values(item) for item in value]
+        return [_read_device_scalars(item) for item in value]
     is_device_scalar = isinstance(value, Tensor) and value.is_meta and not value.dim()
     if is_device_scalar:
         return value.item()
@@ -391,7 +408,11 @@ def _host_values(value: Any) -> Any:
 
 @contextmanager
 def _route_evenly(simulation: Simulation) -> Iterator[None]:
-    """Route tokens evenly to experts inside the block, since the real counts are values on the device."""
+    """Route tokens evenly to experts inside this context.
+
+    Megatron reads the number of tokens of each expert from the device. In a simulation the device has meta
+    tensors, which have no data, so these numbers do not exist.
+    """
     dispatcher: Any = token_dispatcher
     dispatcher_class = dispatcher.MoEAlltoAllTokenDispatcher
     original_preprocess = dispatcher_class.preprocess
@@ -399,18 +420,22 @@ def _route_evenly(simulation: Simulation) -> Iterator[None]:
     original_gather = dispatcher.gather_from_sequence_parallel_region
 
     def preprocess_evenly(self: Any, routing: Tensor) -> Any:
-        """Call Megatron's ``preprocess`` with an even routing mask on the host."""
+        """Call Megatron's ``preprocess`` with an even routing mask on the CPU, which counts as one read."""
         num_tokens, num_experts = routing.shape
         experts_per_token = self.config.moe_router_topk
         simulation._usage.reads += 1
-        simulation.true_share = experts_per_token / num_experts
 
-        # Route tokens to experts round robin, as a mask [tokens, experts] on the host.
+        # Later operators select elements with the mask on the device, which has no data. Set the fraction of
+        # true elements that the simulation assumes.
+        simulation.assumed_true_fraction = experts_per_token / num_experts
+
+        # Route tokens to experts round robin, as a mask [tokens, experts] on the CPU.
         slots = torch.arange(num_tokens * experts_per_token)
         even_routing = torch.zeros(routing.shape, dtype=torch.bool)
         even_routing[slots // experts_per_token, slots % num_experts] = True
 
-        # Patch the gather only during this call: other callers gather tensors on the device.
+        # `preprocess` gathers the counts of all ranks from CPU tensors. Replace the gather only during this
+        # call, since other functions use it for tensors on the device.
         dispatcher.gather_from_sequence_parallel_region = gather_copies
         try:
             return original_preprocess(self, even_routing)

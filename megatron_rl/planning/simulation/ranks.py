@@ -33,7 +33,9 @@ _MIN_BYTES = 2**20
 """Bytes below which a relative difference is meaningless."""
 _GIB = 2**30
 _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
-"""Modules whose kernels need tensors with storage; a simulated rank uses Megatron's plain layers instead."""
+"""Modules whose kernels need tensors with storage.
+
+A simulated rank uses Megatron's layers without Transformer Engine instead."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ class RankSimulation:
 
 
 def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
-    """Simulate one rank of every representative pipeline stage of every role, including the fullest stage.
+    """Simulate one rank of each representative pipeline stage of every role.
 
+    Among pipeline stages with equal layers, only the stage with the most micro-batches in flight is
+    simulated, since its memory is the largest. The last stage, which has the output layer, is also simulated.
     Raises UserError for a report without layouts, batch or model.
     """
     layouts = report.layouts
@@ -76,7 +80,7 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
     if layouts is None or batch is None or report.shape is None:
         reason = "no memory plan"
         if layouts is not None and batch is None:
-            reason = "a job of one stage"
+            reason = "a job without steps of reinforcement learning"
         raise UserError(
             "this configuration has no training step to simulate",
             where="--simulate",

@@ -265,7 +265,7 @@ def _make_full_rows(
 
 @contextmanager
 def _count_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
-    """Add the micro-batches that a role runs in the block to the count of a phase."""
+    """Count the micro-batches that a role runs inside this context, and add them to the phase ``phase``."""
     first_count = progress_count("micro-batches")
     yield
     if role.model is not None:

@@ -55,25 +55,26 @@ class Attention(Mixer):
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
-        # These sources have only a number of rows, which is the same for the matrix and the bias of a
-        # projection. The number of columns is added to the matrices below.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
         query_rows = shape.heads * head_dim
         key_rows = kv_heads * head_dim
+
+        # Checkpoint tensors of the projections, first with their number of rows only. The matrix and the bias
+        # of a projection have the same number of rows; the columns of the matrix are added below.
         projections = [
             Source("self_attn.q_proj", (query_rows,), "rows", heads=kv_heads),
             Source("self_attn.k_proj", (key_rows,), "heads", heads=kv_heads),
             Source("self_attn.v_proj", (key_rows,), "heads", heads=kv_heads),
         ]
         if self.keys_are_values:
-            # No projection to values: vLLM stores the projection to keys a second time instead.
+            # The model has no projection to values. vLLM stores the projection to keys twice instead.
             projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
-            # One checkpoint tensor contains queries and gates: the query rows of the first head, the gate
-            # rows of the first head, then the same for the next head. So both sources have one range of rows
-            # per head, and the ranges of a source begin 2 * head_dim rows apart. The two sources differ only
-            # in `Source.first_row`, which `PretrainedModel.weights` sets.
+            # One checkpoint tensor contains queries and gates, interleaved by head: head_dim query rows of
+            # head 0, head_dim gate rows of head 0, head_dim query rows of head 1, and so on. The query rows
+            # of two successive heads are therefore 2 * head_dim rows apart, and so are the gate rows.
+            # `PretrainedModel.weights` later sets the first row of queries (0) and of gates (head_dim).
             queries = replace(projections[0], num_ranges=shape.heads, range_stride=2 * head_dim)
             gates = queries
             projections[:1] = [queries, gates]
@@ -97,8 +98,9 @@ class Attention(Mixer):
             sinks = Source("self_attn.sinks", (shape.heads,), "rows")
             yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-        # These norms are replicated over tensor-parallel ranks. A norm per head has one weight for all heads;
-        # if a norm is over all heads, each rank uses the slice for its heads.
+        # Norms of queries and keys are replicated over tensor-parallel ranks. A norm over single heads has
+        # one weight of head_dim elements, which all heads use. A norm over all heads together
+        # (`whole_qk_norm`) has an element for each row, and each rank uses the elements of its heads.
         if shape.qk_norm:
             for letter, rows in (("q", query_rows), ("k", key_rows)):
                 if not shape.whole_qk_norm:
@@ -107,15 +109,16 @@ class Attention(Mixer):
                 yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: queries, keys, values, their norms, and the output."""
+        """Count the elements per token that attention saves for the backward pass on one rank."""
         if layer.fused:
             return self._count_fused_elements(layer)
-        return self._count_plain_elements(layer)
+        return self._count_unfused_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token: projected heads, and their contiguous copies.
+        """Return the peak number of activation elements per token in a forward pass without gradients.
 
-        At the peak, seven tensors with all query heads and three tensors with all key-value heads exist.
+        At the peak, seven tensors with all query heads and three tensors with all key-value heads exist. They
+        are outputs of the projections, and contiguous copies of these outputs.
         """
         shape = layer.shape
         heads = shape.heads / layer.tensor
@@ -150,10 +153,15 @@ class Attention(Mixer):
         return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token of a rank's queries, keys, values and outputs."""
+        """Count the elements per token of the all-to-all before and after context-parallel attention.
+
+        The all-to-all before attention sends queries, keys and values; the all-to-all after attention sends
+        outputs. ``tensor``, ``context``: tensor- and context-parallel sizes.
+        """
         heads = shape.heads / tensor
         kv_heads = self.key_value_heads(shape) / tensor
-        # If the context size does not divide the key-value heads, they are repeated for every query head.
+        # If the context-parallel size does not divide the key-value heads of a rank, keys and values are
+        # repeated for every query head.
         if kv_heads % context:
             kv_heads = heads
         return (heads + kv_heads) * 2 * self.key_size(shape)
@@ -188,8 +196,8 @@ class Attention(Mixer):
             where=f"{layout.path}.tensor",
             expected=f"at most {self.key_value_heads(shape)}, the key-value heads of {shape.name}",
             got=str(layout.tensor),
-            fix=f"set {layout.path}.tensor to {shape.largest_tensor_size(layout.tensor)} and use pipeline or "
-            "data parallelism for the other ranks",
+            fix=f"set {layout.path}.tensor to {shape.largest_tensor_parallel_size(layout.tensor)} and use "
+            "pipeline or data parallelism for the other ranks",
         )
 
     def _count_fused_elements(self, layer: LocalLayer) -> float:
@@ -217,8 +225,8 @@ class Attention(Mixer):
             key_value_tensors += 1
         return head_dim * (query_tensors * heads + key_value_tensors * kv_heads)
 
-    def _count_plain_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token that this package's attention saves.
+    def _count_unfused_elements(self, layer: LocalLayer) -> float:
+        """Count the elements per token that attention without Transformer Engine saves for the backward pass.
 
         Core attention (products of queries, keys and values) saves a key and a value for every query head.
         """
@@ -240,7 +248,7 @@ class Attention(Mixer):
 
         norm_elements = 0.0
         if shape.qk_norm:
-            norm_elements = layer.plain_norm_elements((heads + kv_heads) * head_dim, output=False)
+            norm_elements = layer.unfused_norm_elements((heads + kv_heads) * head_dim, output=False)
         if self.value_norm:
             # The norm of values saves its input in float32, and one number per head.
             norm_elements += kv_heads * (head_dim + 1) * layer.float32_elements
@@ -248,9 +256,10 @@ class Attention(Mixer):
             # Norms over all heads save their inputs and the normalised values in float32.
             norm_elements = 2 * (heads + kv_heads) * head_dim * layer.float32_elements
 
-        # In float32 the norms save their inputs without a copy. The keys are a view of the projection, so the
-        # values in the projection stay in memory as well. With several key-value heads, the queries are a
-        # contiguous copy, which exists in addition to the projection.
+        # In a float32 model the norms save their inputs without a copy. The input of the keys' norm is a view
+        # of the projection's output, which keeps the complete output in memory: add the values. With several
+        # key-value heads, the input of the queries' norm is a contiguous copy: add the queries, which exist
+        # in the copy and in the projection's output.
         saves_projection = shape.qk_norm and layer.dtype_bytes == 4
         if saves_projection:
             additional_heads = kv_heads
@@ -258,8 +267,8 @@ class Attention(Mixer):
                 additional_heads += heads
             norm_elements += head_dim * additional_heads
 
-        # With selective recomputation the core saves only its inputs: queries and keys, and the projection,
-        # which contains the values, unless the norms save the projection already.
+        # With selective recomputation the core saves only its inputs: queries, keys, and the projection's
+        # output, which contains the values. The output counts only once if the norms save it as well.
         if layer.recompute == "selective":
             core_elements = head_dim * (heads + kv_heads)
             if not saves_projection:

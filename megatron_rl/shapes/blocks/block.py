@@ -40,8 +40,8 @@ class LocalLayer:
     dtype_bytes: int
     """Bytes of an element of the model's dtype."""
     fused: bool
-    """Whether the layer is Transformer Engine's. Otherwise it is a plain Megatron layer with this package's
-    norm and attention, in which only core attention is fused."""
+    """Whether the layer is Transformer Engine's. Otherwise it is Megatron's layer without Transformer Engine,
+    with this package's norm and attention, in which only core attention is fused."""
     recompute: str = "none"
     """``none``, or ``selective`` to recompute core attention: everything between its projections."""
 
@@ -50,11 +50,11 @@ class LocalLayer:
         """Return the size of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
         return 4 / self.dtype_bytes
 
-    def plain_norm_elements(self, width: float, output: bool = True) -> float:
-        """Count the elements per token that a norm of plain Megatron saves: input, normalised values, output.
+    def unfused_norm_elements(self, width: float, output: bool = True) -> float:
+        """Count the elements per token that a norm without Transformer Engine saves for the backward pass.
 
-        ``width``: size of the norm. ``output``: whether the norm's output is counted; false if no later
-        module saves it. The input is saved in float32.
+        The norm saves its input in float32, the normalised values, and its output. ``width``: size of the
+        norm. ``output``: whether the norm's output is counted; false if no later module saves it.
         """
         normalised_elements = 1.0
         if self.shape.centered_norms:
@@ -105,9 +105,10 @@ class Mixer(ABC):
 
     @abstractmethod
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token in a plain layer's no-grad forward pass.
+        """Return the peak number of activation elements per token in a forward pass without gradients.
 
-        The residual stream and the mixer's input are not counted.
+        The mixer is that of a layer without Transformer Engine. The residual stream and the mixer's input are
+        not counted.
         """
 
     def key_value_heads(self, shape: ModelShape) -> int:
@@ -214,13 +215,14 @@ class FeedForward(ABC):
 
     @abstractmethod
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token in a plain layer's no-grad forward pass.
+        """Return the peak number of activation elements per token in a forward pass without gradients.
 
-        The hidden states of `live_hidden_states` are not counted.
+        The feed-forward is that of a layer without Transformer Engine. Hidden states, such as the residual
+        stream, are not counted here but in `live_hidden_states`.
         """
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of live hidden states at the peak that `live_elements` describes."""
+        """Return the number of hidden states that exist at the peak that `live_elements` describes."""
         return 4
 
     def temporary_elements(self, layer: LocalLayer) -> float:

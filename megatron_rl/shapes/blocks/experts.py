@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from megatron_rl.shapes.layout import ParallelLayout
     from megatron_rl.shapes.model import ModelShape
 
-ROUTED_COPIES = 5
-"""Number of copies of each routed token that exist at once in plain layers, see `Experts.live_elements`."""
+_ROUTED_BUFFERS = 5
+"""Number of buffers of routed tokens that exist at once in a layer without Transformer Engine, see
+`Experts.live_elements`."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ class Experts(FeedForward):
         return shared_elements + routed_elements + (input_elements + router_elements)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token: copies of the token for its routed experts.
+        """Return the peak number of activation elements per token: five buffers of routed tokens.
 
-        The copies exist at once in five states: sorted, exchanged between ranks, sorted by expert, computed,
-        and combined.
+        A buffer has one hidden state for each routed expert of each token. At the peak all five buffers
+        exist: the tokens sorted for the all-to-all, the tokens after the all-to-all, the tokens sorted by
+        expert, the outputs of the experts, and the combined outputs.
         """
         shape = layer.shape
-        return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
+        return _ROUTED_BUFFERS * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
         """Return the number of live hidden states at the peak, including the output of shared experts."""
@@ -94,19 +96,23 @@ class Experts(FeedForward):
     def temporary_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token of temporary tensors, which exist only while the layer is computed.
 
-        Each tensor is as large as the copies of a token for its routed experts. A plain layer has one tensor
-        for each of the five states in `live_elements`, except for the state that `saved_elements` counts. A
-        fused layer has two gradients.
+        Each temporary tensor has one hidden state for each routed expert of each token.
         """
         shape = layer.shape
-        num_tensors = ROUTED_COPIES - 1
+        # Without Transformer Engine: the buffers of `live_elements`, except for the input of the experts,
+        # which `saved_elements` counts.
+        num_tensors = _ROUTED_BUFFERS - 1
+        # Transformer Engine: two gradients in the backward pass.
         if layer.fused:
             num_tensors = 2
 
         return num_tensors * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the total width of the shared experts, and the width of one routed expert."""
+        """Return the total width of the shared experts, and the width of one routed expert.
+
+        Each width is a tuple (noun, width, name of the parallel size that must divide the width).
+        """
         return [
             ("shared experts' width", shape.shared_width, "tensor"),
             ("experts' width", shape.expert_width, "expert_tensor"),

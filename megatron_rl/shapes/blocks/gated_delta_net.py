@@ -111,7 +111,10 @@ class GatedDeltaNet(Mixer):
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token: as many as a plain layer saves."""
+        """Return the peak number of activation elements per token in a forward pass without gradients.
+
+        The number equals the elements that a layer without Transformer Engine saves for the backward pass.
+        """
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:
@@ -130,7 +133,8 @@ class GatedDeltaNet(Mixer):
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
         """Return Megatron's settings for the sizes of delta nets, and for the layers that have one."""
-        # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
+        # Do not set ``experimental_attention_variant``: with this setting Megatron would build its own layers
+        # instead of the layers of this package.
         return {
             "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
             "linear_conv_kernel_dim": shape.linear_conv,

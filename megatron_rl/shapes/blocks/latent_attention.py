@@ -73,7 +73,7 @@ class LatentAttention(Mixer):
         yield _make_weight("linear_proj", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: queries, keys, values, latents and the output of attention."""
+        """Count the elements per token that latent attention saves for the backward pass on one rank."""
         shape = layer.shape
         heads = shape.heads / layer.tensor
         if layer.fused:
@@ -88,15 +88,16 @@ class LatentAttention(Mixer):
         if layer.recompute == "selective":
             core_elements = heads * (2 * self.key_size(shape) + shape.v_head_dim)
         output_elements = heads * shape.v_head_dim
-        latent_norms = layer.plain_norm_elements(shape.q_lora + shape.kv_lora) / layer.token_shards
+        latent_norms = layer.unfused_norm_elements(shape.q_lora + shape.kv_lora) / layer.token_shards
         # cos and sin of the rotary angles, for queries and for the shared key.
         rotary_elements = 4 * shape.qk_rope
         return core_elements + output_elements + rotary_elements + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token: queries, keys, values and contiguous copies.
+        """Return the peak number of activation elements per token in a forward pass without gradients.
 
-        At the peak, four tensors of the size of queries and three tensors of the size of values exist.
+        At the peak, four tensors of the size of queries and three tensors of the size of values exist. They
+        are queries, keys, values, and contiguous copies of queries, keys and values.
         """
         shape = layer.shape
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
@@ -121,9 +122,10 @@ class LatentAttention(Mixer):
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token of a rank's queries, outputs, keys and values.
+        """Count the elements per token of the all-to-all before and after context-parallel attention.
 
-        Every head has a separate key and value.
+        The all-to-all sends the queries, keys, values and outputs of a rank. Every head has a separate key
+        and value.
         """
         return 2 * shape.heads / tensor * (self.key_size(shape) + shape.v_head_dim)
 
@@ -155,7 +157,10 @@ class LatentAttention(Mixer):
         )
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Return the reason for ``linear_qkv``, which does not exist here; None for any other layer."""
+        """Return the reason why Megatron's linear layer ``target`` cannot have an adapter; None if it can.
+
+        Only ``linear_qkv`` cannot, because latent attention has no such layer.
+        """
         if target == "linear_qkv":
             return "latent attention has no such layer: it projects through latents"
         return None

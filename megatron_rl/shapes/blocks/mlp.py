@@ -34,9 +34,9 @@ class Mlp(FeedForward):
         return count_mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the peak number of live elements per token: five tensors with the MLP's width.
+        """Return the peak number of activation elements per token: five tensors with the MLP's width.
 
-        The tensors are gate, up, the activation of gate, up plus its offset, and the product of the last two.
+        The tensors are gate, up, act(gate), up + offset, and act(gate) * (up + offset).
         """
         return 5 * layer.shape.mlp_width / layer.tensor
 

@@ -26,7 +26,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     """Return the keys of config.json that vLLM needs for Ministral 3 models."""
-    # vLLM reads the names of Mistral's own checkpoints, and without this key it does not scale the queries.
+    # vLLM expects the key of Mistral's native format. Without this key vLLM does not scale the queries.
     parameters = rope_parameters(config)
     scaling = {
         "beta": parameters["llama_4_scaling_beta"],
