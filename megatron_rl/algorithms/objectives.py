@@ -30,7 +30,7 @@ def policy_objective(
     log_probs: Tensor,
     entropy: Tensor,
     state: AlgorithmState | None = None,
-    bucket_log_probs: Tensor | None = None,
+    top_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute the policy loss of a micro-batch of complete rows, and its metrics.
 
@@ -44,7 +44,7 @@ def policy_objective(
     ``state`` holds an adaptive KL coefficient. If ``micro`` has no old log-probs, this is the first update
     from the batch, and the old log-probs equal ``log_probs``.
 
-    ``bucket_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's k most likely tokens
+    ``top_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's k most likely tokens
     and of all other tokens together, for a distillation loss.
 
     The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
@@ -86,7 +86,7 @@ def policy_objective(
     # Divergence from the teacher over its most likely tokens.
     distillation = algorithm.distillation
     if isinstance(distillation, TopKDivergence):
-        divergence, teacher_sums = _teacher_divergence(distillation, micro, bucket_log_probs)
+        divergence, teacher_sums = _teacher_divergence(distillation, micro, top_log_probs)
         total_loss = total_loss + distillation.coef * divergence
         sums |= teacher_sums
 
@@ -114,25 +114,25 @@ def policy_objective(
 def _teacher_divergence(
     distillation: TopKDivergence,
     micro: TrainBatch,
-    bucket_log_probs: Tensor | None,
+    top_log_probs: Tensor | None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Compute the divergence from the teacher, summed over tokens with the loss weights, and its metrics.
 
-    ``bucket_log_probs`` [N, k + 1] are the actor's log-probs of the teacher's k most likely tokens and of all
+    ``top_log_probs`` [N, k + 1] are the actor's log-probs of the teacher's k most likely tokens and of all
     other tokens together. Each metric is a pair of a sum and the denominator of the sum.
     """
     (teacher_log_probs,) = fields_of(micro, "teacher_top_log_probs")
-    if bucket_log_probs is None:
+    if top_log_probs is None:
         raise ValueError("the distillation needs the actor's log-probs of the teacher's most likely tokens")
 
     mask = micro.response_mask
-    token_loss = distillation.compute_checked_loss(bucket_log_probs, teacher_log_probs)
+    token_loss = distillation.compute_checked_loss(top_log_probs, teacher_log_probs)
     divergence = (micro.loss_weights * torch.where(mask, token_loss, 0)).sum()
 
     # Probability of all tokens except the teacher's k most likely tokens.
     token_count = mask.sum()
     teacher_rest = torch.where(mask, teacher_log_probs[:, -1].exp(), 0).double().sum()
-    actor_rest = torch.where(mask, bucket_log_probs.detach()[:, -1].exp(), 0).double().sum()
+    actor_rest = torch.where(mask, top_log_probs.detach()[:, -1].exp(), 0).double().sum()
     return divergence, {
         "distillation/loss": (divergence, micro.loss_weights.sum()),
         "distillation/teacher_rest": (teacher_rest, token_count),

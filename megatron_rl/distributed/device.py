@@ -1,7 +1,8 @@
 """Device of this rank: the only module that names an accelerator or a communication backend.
 
 Megatron-Core calls functions of torch.cuda. On a machine without an accelerator this module replaces these
-functions by stand-ins that use the host, so that the same Megatron code trains there.
+functions by functions that use the CPU, so that the same Megatron code trains there. In names of functions,
+``host`` means the CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _ALIGNMENT = 512
 _unbacked_bytes = 0
 """Bytes that PyTorch counts as allocated although no physical memory backs them."""
 _earlier_peak = 0
-"""Peak of allocated bytes from the last reset of `peak_memory` to the last restart of PyTorch's own peak."""
+"""Peak of allocated bytes from the last reset of `peak_memory` to the last `_reset_allocator_peak`."""
 
 
 def become_simulated_rank() -> None:
@@ -92,12 +93,12 @@ def product_name() -> str:
 
 
 def host() -> torch.device:
-    """Return the host's device, also on a machine with an accelerator."""
+    """Return the CPU as a device, also on a machine with an accelerator."""
     return torch.device("cpu")
 
 
 def on_host() -> bool:
-    """Return whether this rank computes on the host; False for a simulated rank."""
+    """Return whether this rank computes on the CPU; False for a simulated rank."""
     return _ON_HOST and not _simulated
 
 
@@ -107,7 +108,7 @@ def on_accelerator() -> bool:
 
 
 def compute_capability() -> int:
-    """Return ten times the device's compute capability, such as 90 for an H100; also 90 on a host."""
+    """Return ten times the GPU's compute capability, such as 90 for an H100; also 90 without a GPU."""
     if _ON_HOST:
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -130,8 +131,8 @@ def needs_deterministic_attention() -> bool:
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set environment variables for the accelerator, unless they are set. Call it before `initialize`.
 
-    CUDA and PyTorch's allocator read these variables once, when the device is initialized. On hosts this does
-    nothing.
+    CUDA and PyTorch's allocator read these variables once, when the device is initialized. Without a GPU
+    nothing is set.
     """
     if _ON_HOST:
         return
@@ -201,10 +202,10 @@ def allocate_host_buffer(num_bytes: int) -> Tensor:
 
 
 def upload_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy host tensors to the device; return the copies, or on a host the tensors themselves.
+    """Copy CPU tensors to the device and return the copies; without a GPU, return the tensors unchanged.
 
-    All tensors are copied in one transfer from pinned memory, so that the host waits neither for the copy nor
-    for earlier kernels. The copies are views of one buffer, which is freed with the last copy.
+    All tensors are copied in one asynchronous transfer from pinned memory. The CPU waits neither for the
+    transfer nor for earlier kernels. The copies are views of one buffer, which is freed with the last copy.
     """
     if on_host():
         return list(tensors)
@@ -239,9 +240,9 @@ def _slice_views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[in
 
 
 def peak_memory(reset: bool = False) -> int:
-    """Return the peak of bytes allocated on the device since the last reset; ``reset`` starts a new peak.
+    """Return the peak of bytes allocated on the device since the last reset; ``reset`` resets it afterwards.
 
-    Memory that vLLM's sleep mode released is not counted: see `set_unbacked_bytes`. On the host the peak is
+    Memory that vLLM's sleep mode released is not counted: see `set_unbacked_bytes`. Without a GPU the peak is
     the largest resident set size of the process, which cannot be reset.
     """
     global _earlier_peak
@@ -270,23 +271,24 @@ class MemoryReading:
     allocated: int
     """Bytes of the tensors that exist now."""
     peak: int
-    """Peak bytes of tensors since the last restart, or since the last reset of `peak_memory`."""
+    """Peak bytes of tensors since the last reset of PyTorch's peak statistics."""
     other_bytes: int
     """Bytes in use outside of PyTorch's allocator: CUDA, NCCL and other processes."""
     total: int
     """Capacity of the device in bytes."""
 
 
-def read_memory(*, restart_peak: bool = False) -> MemoryReading | None:
-    """Return the device's memory use, or None on a host, where the peak cannot be restarted.
+def read_memory(*, reset_peak: bool = False) -> MemoryReading | None:
+    """Return the GPU's memory use, or None if this process has not initialized a GPU.
 
-    ``restart_peak`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The
-    call does not wait for the device, since PyTorch's allocator counts on the host.
+    With ``reset_peak`` PyTorch's peak statistics are reset first, so that the reading's ``peak`` equals
+    ``allocated``. The result of `peak_memory` still includes the peak before the reset. The call does not
+    wait for kernels, since PyTorch's allocator runs on the CPU.
     """
     if not _is_accelerator_initialized():
         return None
-    if restart_peak:
-        _restart_peak()
+    if reset_peak:
+        _reset_allocator_peak()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     reserved_bytes = torch.cuda.memory_reserved() - _unbacked_bytes
     return MemoryReading(
@@ -297,8 +299,8 @@ def read_memory(*, restart_peak: bool = False) -> MemoryReading | None:
     )
 
 
-def _restart_peak() -> None:
-    """Restart PyTorch's peak, and store the peak so far for `peak_memory`."""
+def _reset_allocator_peak() -> None:
+    """Reset PyTorch's peak memory statistics, after storing their peak for `peak_memory`."""
     global _earlier_peak
     _earlier_peak = peak_memory()
     torch.cuda.reset_peak_memory_stats()
@@ -311,8 +313,9 @@ def set_unbacked_bytes(num_bytes: int) -> None:
     """
     global _unbacked_bytes
     if _is_accelerator_initialized():
-        # PyTorch's peak so far belongs to the previous number: store it, and start a new peak.
-        _restart_peak()
+        # PyTorch's peak so far was counted with the previous number of unbacked bytes: store this peak, then
+        # reset the statistics.
+        _reset_allocator_peak()
     _unbacked_bytes = num_bytes
 
 
@@ -373,12 +376,13 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
 def use_deterministic_kernels() -> None:
     """Restrict this process to deterministic kernels. Call it before `initialize`.
 
-    On hosts this does nothing, since their kernels are deterministic. Environment variables that the user has
-    set are not changed.
+    Without a GPU this does nothing, since CPU kernels are deterministic. Environment variables that the user
+    has set are not changed.
 
-    Inside `megatron_mode` PyTorch raises for an operation without a deterministic kernel. Outside it PyTorch
-    only warns, because samplers need such operations. Their cumulative sum, for example, has no deterministic
-    kernel, but returns the same bits for batches of equal size.
+    Inside `megatron_mode` PyTorch raises for an operation without a deterministic kernel. Outside of it
+    PyTorch only warns, because sampling needs such operations, for example the cumulative sum of a top-p
+    filter. PyTorch has no deterministic kernel for the cumulative sum, but the results of its kernel are
+    bitwise equal for batches of equal size.
     """
     global _deterministic
     if _ON_HOST:
@@ -426,9 +430,10 @@ def dump_flight_record() -> bytes:
 
 
 def prepare_megatron() -> None:
-    """Prepare this process for Megatron-Core: stand-ins on hosts, dynamic-shape kernels, global buffers.
+    """Patch Megatron-Core and torch.cuda in this process so that Megatron's models run. Idempotent.
 
-    Repeated calls have no effect.
+    Without a GPU, functions of torch.cuda are replaced by CPU functions. Megatron's fused functions are
+    compiled with dynamic shapes. Megatron's global memory buffer is created.
     """
     global _megatron_prepared
     if _megatron_prepared:
@@ -503,7 +508,7 @@ def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
 
 
 class _HostMode(TorchFunctionMode):
-    """Mode that replaces the accelerator by the host where Megatron-Core creates or moves tensors."""
+    """Mode that replaces the accelerator by the CPU where Megatron-Core creates or moves tensors."""
 
     def __torch_function__(
         self,
@@ -541,10 +546,10 @@ def _is_cuda_device(value: Any) -> bool:
 
 @contextmanager
 def megatron_mode() -> Iterator[None]:
-    """Redirect Megatron-Core's use of the accelerator to the host inside the block; reentrant.
+    """Redirect Megatron-Core's GPU calls to the CPU inside the block, on a rank without a GPU; reentrant.
 
-    On an accelerator this does nothing, unless its kernels must be deterministic: then PyTorch raises inside
-    the block for an operation that has no deterministic kernel.
+    On a GPU the block has an effect only after `use_deterministic_kernels`: PyTorch then raises for an
+    operation that has no deterministic kernel.
     """
     global _megatron_mode_depth
 
@@ -578,7 +583,7 @@ def _raise_for_nondeterministic_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Replacement for CUDA streams and events on the host, where operations run in order: it does nothing."""
+    """Replacement for CUDA streams and events on CPU, where operations run in order: it does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()
@@ -613,9 +618,10 @@ class _HostStream:
 
 @contextmanager
 def preserve_stream_stand_ins() -> Iterator[None]:
-    """Restore torch.cuda's streams and events after a block with an import that replaces them.
+    """Restore torch.cuda's stream and event classes after a block that imports vLLM's CPU worker.
 
-    vLLM's CPU worker installs other stand-ins, which lack methods that Megatron-Core calls.
+    Without a GPU, `prepare_megatron` has replaced these classes by `_HostStream`. The import of vLLM's CPU
+    worker replaces them again, by classes without some methods that Megatron-Core calls.
     """
     names = ("Stream", "Event", "stream", "current_stream")
     originals = {name: getattr(torch.cuda, name) for name in names}
@@ -625,7 +631,7 @@ def preserve_stream_stand_ins() -> Iterator[None]:
 
 
 def _install_host_stand_ins() -> None:
-    """Replace the functions of torch.cuda that Megatron-Core calls by stand-ins that use the host."""
+    """Replace the functions of torch.cuda that Megatron-Core calls by functions that use the CPU."""
     accelerator: Any = torch.cuda
     accelerator.current_device = device
     accelerator.synchronize = lambda *_: None
@@ -642,7 +648,7 @@ def _install_host_stand_ins() -> None:
 
     from megatron.core.tensor_parallel import random
 
-    # On hosts the default and the tracked generator are the same: silence the tracker's warning at each fork.
+    # On CPU the default and the tracked generator are the same: silence the tracker's warning at each fork.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -139,15 +139,16 @@ class ReplicaGroup:
         return gather_objects(value, self.group)
 
     def _gather_counts(self, shard: RowShard) -> list[list[int]]:
-        """Gather each rank's counts of rows, of tokens, and of items of each name in ``shard.items``.
+        """Gather the sizes of all ranks' shards: numbers of rows, of tokens, and of items of each name.
 
-        Collective over the group.
+        Returns one list per rank. The names are the keys of ``shard.items``. Collective over the group.
         """
         num_tokens = int(shard.lengths.sum())
         item_counts = [len(items) for items in shard.items.values()]
         counts = [len(shard.rows), num_tokens, *item_counts]
 
-        # Exchange the counts on the host: fast ranks wait here, which would occupy an accelerator.
+        # Exchange CPU tensors, by gloo. With NCCL, ranks that arrive early would keep their GPU busy while
+        # they wait for slower ranks.
         local_counts = torch.tensor(counts, dtype=torch.int64)
         all_counts = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
         dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
@@ -159,9 +160,10 @@ class ReplicaGroup:
         source: int,
         counts: list[int],
     ) -> RowShard:
-        """Broadcast the shard of rank ``source``; return it on the host. Collective over the group.
+        """Broadcast the shard of rank ``source``; return it as CPU tensors. Collective over the group.
 
-        ``shard`` is this rank's own shard, and ``counts`` are the counts of rank ``source``.
+        ``shard`` is this rank's own shard. ``counts`` are the numbers of rows, of tokens, and of items of
+        each name in the shard of ``source``, from `_gather_counts`.
         """
         # Receivers compute the size of each field from their own dtype and shape and the source's counts.
         fields = _list_fields(shard)
@@ -179,7 +181,7 @@ class ReplicaGroup:
             self._gather_stats.bytes += sum(field_bytes)
         dist.broadcast(buffer, source, group=self.group)
 
-        # Unpack on the host. Copy each slice, since a slice may start at an address that is not aligned.
+        # Unpack on the CPU. Copy each slice, since a slice may start at an address that is not aligned.
         received_tensors: list[Tensor] = []
         for (tensor, count_index), segment in zip(fields, buffer.cpu().split(field_bytes), strict=True):
             shape = (counts[count_index], *tensor.shape[1:])
@@ -218,14 +220,16 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     values = _concatenate([shard.values for shard in shards])
     items = _concatenate([shard.items for shard in shards])
 
-    # Tokens are grouped by rows (`lengths`), and items by tokens (their counts).
+    # Sort the rows, then the tokens by their rows. `lengths` has the number of tokens of each row.
     row_order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
     token_order = token_index(lengths, row_order)
+
+    # Sort the items by their tokens. `tokens[name]` has the number of items of each token.
     sorted_items: dict[str, Tensor] = {}
     for name, tensor in items.items():
-        item_order = token_index(tokens[name], token_order)
-        sorted_items[name] = tensor[item_order]
+        items_per_token = tokens[name]
+        sorted_items[name] = tensor[token_index(items_per_token, token_order)]
 
     return RowShard(
         rows=rows[row_order],
@@ -285,8 +289,8 @@ def run_on_all_ranks_or_raise(
 ) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
-    Without an error, the successful ranks would wait for the failed rank in their next collective. Results
-    must be small and picklable. ``purpose`` completes the message "could not …". Raises the UserError of the
+    If only the failed rank raised, all other ranks would wait for it in their next collective. Results must
+    be small and picklable. ``purpose`` completes the message "could not …". Raises the UserError of the
     lowest rank that has one, or else a RuntimeError with the errors of all failed ranks. Collective over the
     group.
     """
@@ -410,10 +414,11 @@ def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     return values
 
 
-def rank_in_world_or_span(group: Any = None) -> int:
-    """Return this process's global rank, or its rank in the span if ``group`` is a span (`join_span`).
+def global_rank(group: Any = None) -> int:
+    """Return this process's global rank, which torch's collectives over ``group`` expect as source or target.
 
-    Without ``group`` the rank in the world is returned.
+    Without ``group``, and for a group of ranks of this job, it is the rank in the job. In a group across jobs
+    (`join_cross_job_group`) torch treats the rank in the group as the global rank.
     """
     if group is None:
         return dist.get_rank()

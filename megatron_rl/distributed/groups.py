@@ -189,19 +189,19 @@ class ParallelGroups:
         return groups
 
 
-def join_span(
+def join_cross_job_group(
     address: str,
     port: int,
     rank: int,
     num_processes: int,
     timeout: float = 600.0,
 ) -> Any:
-    """Join a span: a process group across jobs, such as trainers and the workers of a rollout server.
+    """Create a process group across jobs, such as trainers and the workers of a rollout server.
 
-    The ``num_processes`` processes of the span rendezvous at ``address:port``, which rank 0 opens; ``rank``
-    is this process's rank in the span. torch treats the ranks in a span as global ranks. A default group is
-    not needed. ``timeout`` in seconds bounds the rendezvous and every collective. Collective over the
-    processes of the span.
+    The ``num_processes`` processes of the group rendezvous at ``address:port``, which rank 0 opens; ``rank``
+    is this process's rank in the group. torch treats the ranks in this group as global ranks. A default group
+    is not needed. ``timeout`` in seconds bounds the rendezvous and every collective. Collective over the
+    processes of the group.
     """
     timeout_delta = timedelta(seconds=timeout)
     store = dist.TCPStore(address, port, num_processes, is_master=rank == 0, timeout=timeout_delta)
@@ -211,14 +211,14 @@ def join_span(
         num_processes, rank, [], backends, store, name, timeout=timeout_delta
     )
 
-    # torch maps group ranks to global ranks in every collective; in a span both are the same.
-    identity = {rank_in_span: rank_in_span for rank_in_span in range(num_processes)}
+    # torch maps group ranks to global ranks in every collective; in this group both are the same.
+    identity = {rank_in_group: rank_in_group for rank_in_group in range(num_processes)}
     c10d._world.pg_group_ranks[group] = identity  # pyright: ignore[reportArgumentType]
     return group
 
 
-def leave_span(group: Any) -> None:
-    """Destroy the process group of a span on this rank."""
+def leave_cross_job_group(group: Any) -> None:
+    """Destroy a process group of `join_cross_job_group` on this rank."""
     dist.destroy_process_group(group)
 
 

@@ -9,7 +9,7 @@ Before a hanging job is aborted, each rank writes its last collectives from PyTo
 ``torchfrtrace FOLDER``.
 
 In a job of one rank, the thread of that rank is the only check. It cannot detect a call into C that never
-releases the interpreter lock, or a process that is stopped.
+releases the interpreter lock, or a suspended process.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HangDetector:
         self._last_report[rank] = report
 
     def is_silent(self, now: float, rank: int) -> bool:
-        """Return whether a rank no longer reports: its process is stopped, or its machine is unreachable."""
+        """Return whether a rank no longer reports: its process is suspended or its machine unreachable."""
         return now - self._report_time[rank] > self._timeout / 2
 
     def abort_message(self, now: float) -> str | None:
@@ -213,7 +213,8 @@ class Watchdog:
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # A long gap means that this process was stopped: forget when other ranks last reported.
+            # A long gap means that this process was suspended (SIGSTOP) and has missed reports of other
+            # ranks. Restart the detector: the old one would count the gap as silence of the other ranks.
             if detector is None or now - last_store_reply > self._timeout / 2:
                 detector = HangDetector(self._timeout, self._world_size, now)
 

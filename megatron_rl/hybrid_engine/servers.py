@@ -21,7 +21,7 @@ from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.distributed.groups import join_span, leave_span
+from megatron_rl.distributed.groups import join_cross_job_group, leave_cross_job_group
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
 from megatron_rl.hybrid_engine.sync import HybridEngine
@@ -53,17 +53,17 @@ _POLL_SECONDS = 2.0
 
 
 def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator | None:
-    """Return the generator that samples from the run's servers, or None on ranks outside ``layout``.
+    """Return the client that samples responses from the run's servers, or None on ranks outside ``layout``.
 
-    Raises UserError on all ranks unless every server is reachable, fits the run and is not used by another
-    run. Collective over the world.
+    Raises UserError on all ranks unless every server is reachable, is compatible with ``config`` and is not
+    reserved by another run. Collective over the world.
     """
     rank = device.rank()
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
 
-    # Rank 0 claims the servers, since a server can be claimed only once, and sends the capacity or the error
-    # to all ranks.
+    # Only rank 0 checks and claims the servers, since a server can be claimed only once. All ranks receive
+    # the error or the capacity, which is the number of sequences that all servers together sample at once.
     capacity_or_error: int | UserError = 0
     if rank == 0:
         try:
@@ -120,7 +120,7 @@ class ServedWeights:
     """Weight sync with servers, in place of the `HybridEngine` of a run with engines in its own processes.
 
     ``model``: the trained model, or None on ranks without the actor.
-    ``actor``: ranks of the actor.
+    ``actor_ranks``: ranks of the actor.
     ``generator``: client of the servers, or None on ranks that do not sample.
     ``resident``: context in which the model's weights are in device memory.
     ``print_line``: function that prints a line on the console.
@@ -130,7 +130,7 @@ class ServedWeights:
     def __init__(
         self,
         model: ChunkedModel | None,
-        actor: tuple[int, ...],
+        actor_ranks: tuple[int, ...],
         generator: ServerGenerator | None,
         config: RunConfig,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -138,12 +138,12 @@ class ServedWeights:
     ) -> None:
         self.version = 0
         self.rollout_policy = RolloutPolicy(model, config.hybrid_engine.every)
-        # Version that the servers' weights should have.
+        # Version of the weights to which servers are synced.
         self._served_version = 0
 
         # Source of the weights, and the clients of the servers.
         self._model = model
-        self._actor = actor
+        self._actor_ranks = actor_ranks
         self._generator = generator
         self._run_config = config
         self._config = config.rollout.server
@@ -154,7 +154,7 @@ class ServedWeights:
         self._links: dict[Server, _ServerLink] = {}
         # Server that was unavailable in the last sync -> reason.
         self._unavailable_reasons: dict[Server, str] = {}
-        self._is_leader = device.rank() == actor[0]
+        self._is_leader = device.rank() == actor_ranks[0]
         # The name is unique, so that weights of another job are never mistaken for weights of this job.
         self._job_name = self._call_on_leader(lambda: uuid.uuid4().hex)
         self._started = False
@@ -168,12 +168,13 @@ class ServedWeights:
         if self._is_leader:
             result = function()
         results_by_rank = gather_objects(result)
-        return results_by_rank[self._actor[0]]
+        return results_by_rank[self._actor_ranks[0]]
 
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
 
-        ``base`` is ignored: servers receive merged adapters, so all weights move in every sync.
+        ``base``: whether the base weights of a model with adapters changed, too. It is ignored: adapters are
+        merged into the weights for servers, so every sync sends all weights.
         """
         self.version += 1
 
@@ -290,7 +291,8 @@ class ServedWeights:
             return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
         if weights_name == self._weights_name:
             return _ServerState(CURRENT)
-        # Without a link, a server with weights of this job needs a new process group, like a foreign server.
+        # If this job has no process group with the server (`_links`), a group must be created, as for a
+        # foreign server.
         if weights_name.startswith(f"{self._job_name} ") and server in self._links:
             return _ServerState(OUTDATED)
         return _ServerState(FOREIGN)
@@ -389,17 +391,17 @@ class ServedWeights:
             "verify": hybrid_engine.verify,
         }
         timeout = self._config.update_timeout
-        num_actor_ranks = len(self._actor)
+        num_actor_ranks = len(self._actor_ranks)
         server_call = None
         if self._is_leader:
             arguments = rendezvous | settings | {"trainers": num_actor_ranks}
             server_call = start_in_thread(server.join_transfer, arguments, timeout)
 
         with _wait_for_server_call(server_call):
-            group = join_span(
+            group = join_cross_job_group(
                 rendezvous["address"],
                 rendezvous["port"],
-                self._actor.index(device.rank()),
+                self._actor_ranks.index(device.rank()),
                 num_actor_ranks + rendezvous["workers"],
                 timeout,
             )
@@ -436,7 +438,7 @@ class ServedWeights:
         """Leave this rank's process group with a server, if any."""
         link = self._links.pop(server, None)
         if link is not None:
-            leave_span(link.group)
+            leave_cross_job_group(link.group)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     gather_objects,
-    rank_in_world_or_span,
+    global_rank,
     sum_over_ranks,
 )
 from megatron_rl.errors import UserError, unknown_choice_error
@@ -69,7 +69,7 @@ class WeightTransfer:
         self._target = target
         self._staging_bytes = staging_bytes
         self._group = group
-        self._rank = rank_in_world_or_span(group)
+        self._rank = global_rank(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
         # Identity of the storages that `_execution` is compiled for.
@@ -141,8 +141,13 @@ class WeightTransfer:
         return build_plan(source_layout, target_layout, node_by_rank)
 
     def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
-        """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or verified."""
-        # Gather the names so that all ranks raise; otherwise some would wait in the gather of layouts.
+        """Raise UserError on all ranks if an engine returned an empty list of ``boxes``.
+
+        A box is a slice of a weight with its location in the engine's parameters. Without boxes no weight
+        would be transferred. Collective over the group.
+        """
+        # Gather the names of these engines, so that all ranks raise. If only the engine's rank raised, all
+        # other ranks would wait for it in the gather of layouts.
         engine_name = None
         if boxes is not None and not boxes:
             engine_name = f"{type(self._target).__name__} on rank {self._rank}"
@@ -195,6 +200,7 @@ class HybridEngine:
         every: int = HybridEngineConfig.every,
         apart: bool = False,
     ) -> None:
+        # `apart` is the former name of `separate_adapters`.
         separate_adapters = separate_adapters or apart
         if verify not in VERIFY:
             raise unknown_choice_error("hybrid_engine.verify", verify, VERIFY)
@@ -206,6 +212,7 @@ class HybridEngine:
         self._group = group
         self._resident = resident
         self._verify = verify
+        # Whether the engine releases its memory after each `generation_mode` block.
         self._sleeps = sleeps
 
         # Weights before adapters: the engine needs the base weights when it activates adapters.
@@ -311,11 +318,11 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
-        """Wake the engine, sync stale weights, and put the engine to sleep after the block if it ``sleeps``.
+        """Wake the engine and sync stale weights before the block; put the engine to sleep after the block.
 
-        The engine samples from the weights of ``rollout_version`` or, with ``newest``, from the model's
-        current weights, for an evaluation. Yields the metrics of the sync, which are empty without a sync.
-        Collective over the group.
+        The engine stays awake if it was created with ``sleeps=False``. The engine samples from the weights of
+        ``rollout_version`` or, with ``newest``, from the model's current weights, for an evaluation. Yields
+        the metrics of the sync, which are empty without a sync. Collective over the group.
         """
         version = self.rollout_version
         if newest:
@@ -330,7 +337,8 @@ class HybridEngine:
                 metrics = self.sync(version)
 
         if not newest and version != self.rollout_policy.version:
-            # With a sync at every version no weights are copied, so the model need not be in device memory.
+            # Copying the weights requires them in device memory. If every version is synced (`every` is 1),
+            # `capture_weights` copies nothing.
             weights_scope: AbstractContextManager[None] = nullcontext()
             if self.rollout_policy.every != 1:
                 weights_scope = self._resident()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.distributed.groups import join_span, leave_span
+from megatron_rl.distributed.groups import join_cross_job_group, leave_cross_job_group
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.rollout.engines.vllm.setup import (
     keep_weights_writable,
@@ -83,16 +83,18 @@ def _join_rendezvous(
     engine_storage: Any,
     rank: int,
 ) -> tuple[HybridEngine, Callable[[], None]]:
-    """Join the rendezvous; return a hybrid engine with its plan, and a function that leaves the group.
+    """Create the process group of trainers and workers, and a `HybridEngine` over it; build its plan.
 
     ``rendezvous`` is a `TransferRendezvous`; ``engine_storage`` has the weights of the engine in this
-    process, if any. Collective over the trainers and workers.
+    process, if any. Returns the hybrid engine, and a function that destroys the process group. Collective
+    over the trainers and workers.
     """
-    # In one job the process group is the world, which no rank leaves.
+    # Without an address, trainers and workers are ranks of one job. Their group is the default group of the
+    # job, which is not destroyed here.
     group = None
     leave_group = _do_nothing
     if rendezvous.address is not None:
-        group = join_span(
+        group = join_cross_job_group(
             rendezvous.address,
             rendezvous.port,
             rank,
@@ -100,7 +102,7 @@ def _join_rendezvous(
         )
 
         def leave_group() -> None:
-            leave_span(group)
+            leave_cross_job_group(group)
 
     hybrid = HybridEngine(
         rendezvous.model,
@@ -115,4 +117,4 @@ def _join_rendezvous(
 
 
 def _do_nothing() -> None:
-    """Do nothing, in place of leaving the group: no rank leaves the world."""
+    """Do nothing: the default process group of the job is not destroyed."""

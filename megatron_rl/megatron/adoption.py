@@ -17,7 +17,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.megatron.model import ParallelModel, finish_chunk, has_fused_layers
 from megatron_rl.megatron.model_spec import model_spec
-from megatron_rl.megatron.provider import GROUPS, check_chunk, fit_packed_rows
+from megatron_rl.megatron.provider import GROUPS, check_chunk, use_packed_attention
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -53,7 +53,7 @@ def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
         pre_process = groups.is_first_stage and virtual_stage == 0
         post_process = groups.is_last_stage and virtual_stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
-        fit_packed_rows(chunk, spec)
+        use_packed_attention(chunk, spec)
         # The seed has no effect: it initialises a scalar head, and a script's language model has none.
         finish_chunk(chunk, spec, seed=1)
 

@@ -3,8 +3,8 @@
 Megatron-Core's layer provides the parameters and their checkpoint names. Its forward pass rejects packed rows
 (0.16.1), or accepts them only with flash-linear-attention. Its constructor raises without that package.
 
-A delta net is causal, so a row can be padded at its end. Rows are therefore gathered by length into the
-buckets of `PackedRows`, as `PackedAttention` does: neither the convolution nor the state crosses rows.
+A delta net is causal, so a row can be padded at its end. Rows of similar length are therefore gathered into
+padded batches, the buckets of `PackedRows`: neither the convolution nor the state crosses rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PackedDeltaNet(GatedDeltaNet):
     installed; otherwise `chunked_delta_rule` does.
     """
 
-    gathers_rows = True
-    """Marks a layer that needs rows gathered by length, in the buckets of `PackedRows`."""
+    needs_bucketed_rows = True
+    """Marks a layer that needs the buckets of `PackedRows`: padded batches of rows of similar length."""
 
     # Megatron declares these sizes as optional, but a configuration with delta nets has them.
     key_head_dim: int
@@ -86,18 +86,19 @@ class PackedDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
-        # Split the projection for this rank's heads: queries, keys and values; the output gate; and one
-        # learning rate and one decay per value head, before their activation functions.
+        # Split the projection for this rank's heads: queries, keys and values; the output gate; and per value
+        # head beta, the write strength of the delta rule, and the decay, before their activation functions.
         value_heads = self.num_value_heads // self.tp_size
         qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
-        qkv, gate, rates_and_decays = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
+        qkv, gate, beta_and_decay = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
 
-        # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
+        # Compute buckets: batches of rows of similar length. The gate acts on each token separately, so it
+        # stays packed.
         outputs = []
-        buckets = zip(packed_rows.fill_buckets(qkv), packed_rows.fill_buckets(rates_and_decays), strict=True)
-        for bucket_qkv, bucket_rates_and_decays in buckets:
-            outputs.append(self._compute_bucket(bucket_qkv, bucket_rates_and_decays).flatten(0, 1))
+        buckets = zip(packed_rows.fill_buckets(qkv), packed_rows.fill_buckets(beta_and_decay), strict=True)
+        for bucket_qkv, bucket_beta_and_decay in buckets:
+            outputs.append(self._compute_bucket(bucket_qkv, bucket_beta_and_decay).flatten(0, 1))
         output = packed_rows.join_buckets(outputs)
 
         # The norm of each head comes before its gate.
@@ -105,12 +106,12 @@ class PackedDeltaNet(GatedDeltaNet):
         gated = self.out_norm(output) * functional.silu(gate.float())
         return self.out_proj(gated.to(hidden_states.dtype).flatten(1).unsqueeze(1))
 
-    def _compute_bucket(self, qkv: Tensor, rates_and_decays: Tensor) -> Tensor:
-        """Compute a bucket's output [rows, longest, value heads, size].
+    def _compute_bucket(self, qkv: Tensor, beta_and_decay: Tensor) -> Tensor:
+        """Compute the output [rows, longest, value heads, size] of a bucket.
 
-        ``qkv`` [rows, longest, width] contains queries, keys and values before the convolution.
-        ``rates_and_decays`` [rows, longest, 2 value heads] contains the projections of learning rate and
-        decay.
+        A bucket is a batch of rows of similar length, padded to the longest row. ``qkv`` [rows, longest,
+        width] contains queries, keys and values before the convolution. ``beta_and_decay`` [rows, longest, 2
+        value heads] contains the projections of beta and decay, before their activation functions.
         """
         # The convolution pads both ends; only its first ``length`` outputs are causal.
         length = qkv.shape[1]
@@ -130,19 +131,19 @@ class PackedDeltaNet(GatedDeltaNet):
         key = _scale_to_unit_length(key).repeat_interleave(repeats, dim=2)
 
         # log_decay = -exp(A) softplus(decay_logits + bias) < 0, as in Mamba 2; in float32 because of exp.
-        rate_logits, decay_logits = rates_and_decays.float().chunk(2, dim=-1)
-        rate = rate_logits.sigmoid()
+        beta_logits, decay_logits = beta_and_decay.float().chunk(2, dim=-1)
+        beta = beta_logits.sigmoid()
         log_decay = -self.A_log.float().exp() * functional.softplus(decay_logits + self.dt_bias.float())
 
         kernel: Any = gated_delta_net.chunk_gated_delta_rule
         if kernel is None or device.on_host():
-            return chunked_delta_rule(query, key, value, log_decay, rate)
+            return chunked_delta_rule(query, key, value, log_decay, beta)
         output, _ = kernel(
             query.to(value.dtype),
             key.to(value.dtype),
             value,
             g=log_decay,
-            beta=rate,
+            beta=beta,
             initial_state=None,
             output_final_state=False,
             use_qk_l2norm_in_kernel=False,
@@ -185,15 +186,15 @@ def chunked_delta_rule(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    rate: Tensor,
+    beta: Tensor,
 ) -> Tensor:
     """Compute the gated delta rule chunk by chunk (arXiv 2412.06464, section 3.3), in float32.
 
     Shapes are [rows, length, heads, size] for query, key and value, and [rows, length, heads] for
-    ``log_decay`` and the learning ``rate``. The state M of a head is a matrix [key size, value size], zero
-    before the first token. With a = exp(log_decay), each token updates and reads it:
+    ``log_decay`` and the write strength ``beta``. The state M of a head is a matrix [key size, value size],
+    zero before the first token. With a = exp(log_decay), each token updates and reads it:
 
-        M <- a M + rate k (v - a M^T k)^T
+        M <- a M + beta k (v - a M^T k)^T
         output = M^T q / sqrt(key size)
 
     Returns the output [rows, length, heads, value size] in the dtype of ``value``.
@@ -203,11 +204,11 @@ def chunked_delta_rule(
     chunk_size = min(CHUNK, length)
     num_chunks = -(-length // chunk_size)
 
-    # Shapes: [rows, heads, chunks, tokens of a chunk, size]; rate and decay have no dimension ``size``.
+    # Shapes: [rows, heads, chunks, tokens of a chunk, size]; beta and decay have no dimension ``size``.
     query = _split_into_chunks(query, num_chunks, chunk_size) * key_size**-0.5
     key = _split_into_chunks(key, num_chunks, chunk_size)
     chunked_value = _split_into_chunks(value, num_chunks, chunk_size)
-    rate = _split_into_chunks(rate, num_chunks, chunk_size)
+    beta = _split_into_chunks(beta, num_chunks, chunk_size)
     # Logarithm of the decay from the start of the chunk to each token.
     log_decay_sums = _split_into_chunks(log_decay, num_chunks, chunk_size).cumsum(dim=-1)
 
@@ -219,9 +220,9 @@ def chunked_delta_rule(
     # A token's update depends on the updates of earlier tokens in its chunk: solve a triangular system of
     # equations for all updates of the chunk. The updates also depend on the state at the start of the chunk,
     # which the loop below computes: ``corrections`` are the factors of this state.
-    system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
+    system = beta[..., None] * decay * (key @ key.transpose(-1, -2))
     start_decay = log_decay_sums.exp()[..., None]
-    right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
+    right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * beta[..., None]
     solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     updates, corrections = solution.split((value_size, key_size), dim=-1)
 

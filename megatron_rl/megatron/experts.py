@@ -1,4 +1,4 @@
-"""Megatron's experts on the host, and the recording and replay of expert routing.
+"""Megatron's experts on CPU, and the recording and replay of expert routing.
 
 Each model has one `Routing` that hooks into its routers. A forward-only pass records the experts of each
 token, and a training pass replays them, so that tokens are routed to the same experts in training as in
@@ -46,9 +46,9 @@ def prepare_experts() -> None:
         return
 
     dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_cpu_tensor
 
-    # Experts receive uneven numbers of tokens, and the host's communication has no uneven collectives.
+    # Experts receive uneven numbers of tokens, and gloo, the backend on CPU, has no uneven collectives.
     regions: Any = mappings
     if regions._gather_along_first_dim is not _gather_uneven:
         _megatron_collectives["gather"] = regions._gather_along_first_dim
@@ -58,7 +58,7 @@ def prepare_experts() -> None:
 
 
 def prepare_biased_experts(layers: Iterable[Any]) -> None:
-    """Make the plain experts in ``layers`` add their biases correctly in any layout.
+    """Change Megatron's local experts (without Transformer Engine) so that autograd accepts their biases.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
     collective over one rank. Megatron also marks the bias so that its gradient is summed over tensor-parallel
@@ -110,20 +110,20 @@ def _reduce_scatter_uneven(
     if input_split_sizes is None or group.size() == 1:
         return _megatron_collectives["scatter"](tensor, group, input_split_sizes, use_global_buffer)
 
-    # The host's backend, gloo, has no reduce-scatter: all-reduce, then keep this rank's slice.
+    # Gloo, the backend on CPU, has no reduce-scatter: all-reduce, then keep this rank's slice.
     tensor_sum = tensor.contiguous().clone()
     dist.all_reduce(tensor_sum, group=group)
     return tensor_sum.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
-def convert_host_counts(
+def convert_cpu_tensor(
     tensor: Any,
     as_numpy: bool = False,
     record_stream: bool = False,
 ) -> Any:
-    """Convert a host tensor to a NumPy array if ``as_numpy``, otherwise return it unchanged.
+    """Return a CPU tensor unchanged, or as a NumPy array if ``as_numpy`` is set.
 
-    Replaces Megatron's `maybe_move_tensor_to_cpu`, which converts only device tensors.
+    Replaces Megatron's `maybe_move_tensor_to_cpu`, which returns a CPU tensor unchanged in either case.
     """
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
@@ -184,9 +184,9 @@ class _RouterReplay:
     def __init__(self, layer: int, routing: Routing) -> None:
         self.layer = layer
         self.pending_recompute: deque[RoutedTokens] = deque()
-        """Micro-batches for which the backward pass will recompute this layer, in that order."""
-        self.tokens: RoutedTokens | None = None
-        """Micro-batch of the last call of `get_replay_topk`, also in a recomputation."""
+        """Routing of the micro-batches for which the backward pass will recompute this layer, in order."""
+        self.microbatch: RoutedTokens | None = None
+        """Routing of the micro-batch of the last call of `get_replay_topk`, also in a recomputation."""
         self._routing = routing
 
     def get_replay_topk(
@@ -197,9 +197,10 @@ class _RouterReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of each token's experts, both [T, k].
+        """Return the scores and ids of the experts that process each token, both [T, k].
 
-        Gradients flow through the scores.
+        ``scores`` [T, E] are the router's scores. If the micro-batch has replayed experts, these are returned
+        in place of the router's choices. Gradients flow through the returned scores.
         """
         values, experts = default_compute_topk(
             scores,
@@ -207,37 +208,37 @@ class _RouterReplay:
             num_groups=num_groups,
             group_topk=group_topk,
         )
-        tokens = self._routing.tokens
+        microbatch = self._routing.microbatch
         is_training = self._routing.is_training
 
-        if tokens is None:
+        if microbatch is None:
             # This is the backward pass. It recomputes the layer for the micro-batches in the order of the
             # forward pass.
-            tokens = self.pending_recompute.popleft()
+            microbatch = self.pending_recompute.popleft()
         elif is_training:
-            self._routing.count_choices(self.layer, tokens, experts)
+            self._routing.count_choices(self.layer, microbatch, experts)
             # Gradients are disabled only in the forward pass of a layer that the backward pass recomputes.
             if not torch.is_grad_enabled():
-                self.pending_recompute.append(tokens)
-        self.tokens = tokens
+                self.pending_recompute.append(microbatch)
+        self.microbatch = microbatch
 
-        if tokens.replayed is not None:
-            replayed = tokens.replayed[:, self.layer].to(experts.dtype)
+        if microbatch.replayed is not None:
+            replayed = microbatch.replayed[:, self.layer].to(experts.dtype)
             experts = torch.where(replayed < 0, experts, replayed)
             values = scores.gather(1, experts)
         if not is_training:
-            tokens.choices[self.layer] = experts
+            microbatch.choices[self.layer] = experts
         return values, experts
 
 
 class Routing:
     """Recording, replay and counts of the experts that one model's routers select, on this rank.
 
-    Fused routers select experts inside their kernel, so only the loads of their experts are counted.
+    Fused routers select experts inside their kernel, so only the number of tokens per expert is counted.
 
     ``num_layers`` is the number of all layers of the model, ``num_experts`` the number of experts of a layer,
     and ``topk`` the number of experts of a token. ``token_groups`` are the process groups over which the
-    tokens of a row are sharded.
+    tokens of a row are sharded: context parallelism, and tensor parallelism under sequence parallelism.
     """
 
     def __init__(
@@ -251,12 +252,13 @@ class Routing:
         self.num_layers = num_layers
         self.num_experts = num_experts
         self.topk = topk
-        self.tokens: RoutedTokens | None = None
-        """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
+        self.microbatch: RoutedTokens | None = None
+        """Routing of the micro-batch whose forward pass is running; None during the backward pass."""
         self.is_training = False
         """Whether the current pass has a backward pass."""
         self.has_losses = False
-        """Whether any router has its own loss, for which micro-batches need their `TokenRows`."""
+        """Whether any router has a z-loss or a balancing loss. `RoutedTokens.rows` must then be set."""
+        # Process groups over which the tokens of a row are sharded.
         self._token_groups = token_groups
         self._routers: list[_RouterReplay] = []
 
@@ -265,7 +267,9 @@ class Routing:
         for router in routers:
             assert router.layer_number is not None
             if router.config.moe_router_fusion:
-                router.register_forward_hook(partial(self._count_fused_loads, router.layer_number - 1))
+                router.register_forward_hook(
+                    partial(self._count_fused_router_tokens, router.layer_number - 1)
+                )
                 continue
             replay: Any = _RouterReplay(router.layer_number - 1, self)
             router.router_replay = replay
@@ -289,11 +293,13 @@ class Routing:
         }
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
-        """Replace the methods of a router that add its losses; ``replay`` is the replay of this router.
+        """Replace the methods of a router that add its z-loss and its balancing loss.
+
+        ``replay`` is the router's recorder, which has the routing of the micro-batch.
 
         Megatron multiplies the mean loss of a micro-batch by its number of tokens, because it later divides
-        all gradients by the number of tokens of the batch. In this package gradients are never divided:
-        losses are sums whose weights have global denominators.
+        all gradients by the number of tokens of the batch. In this package gradients are not divided later.
+        The new methods therefore divide each loss by the number of tokens or rows of the whole mini-batch.
         """
         z_coefficient = router.config.moe_z_loss_coeff or 0.0
         balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)
@@ -310,23 +316,25 @@ class Routing:
         logits: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Attach the z-loss of the ``logits`` [T, experts] to them (Zoph et al. 2022, arXiv 2202.08906).
+        """Attach the router's z-loss to its ``logits`` [T, experts] (Zoph et al. 2022, arXiv 2202.08906).
 
         The loss is ``coefficient`` times the mean over the mini-batch's tokens of logsumexp(logits)^2.
+        Returns the logits, whose backward pass adds the gradient of the loss.
         """
         # Gradients are disabled in the forward pass of a layer that the backward pass recomputes: the loss is
         # added by the recomputation.
         if not self.is_training or not torch.is_grad_enabled():
             return logits
 
-        # In a recomputation the micro-batch is the first in the queue; `get_replay_topk` removes it later.
-        tokens = self.tokens
-        if tokens is None:
-            tokens = replay.pending_recompute[0]
-        assert tokens.rows is not None
-        squares = logits[: tokens.num_real_tokens].float().logsumexp(dim=-1).square().sum()
-        self._accumulate_loss("router/z_loss", squares, tokens.num_real_tokens)
-        loss = squares * (coefficient / tokens.rows.batch_tokens)
+        # In the backward pass the layer is recomputed for the micro-batch at the front of
+        # `pending_recompute`, which `get_replay_topk` removes later.
+        microbatch = self.microbatch
+        if microbatch is None:
+            microbatch = replay.pending_recompute[0]
+        assert microbatch.rows is not None
+        squares = logits[: microbatch.num_real_tokens].float().logsumexp(dim=-1).square().sum()
+        self._accumulate_loss("router/z_loss", squares, microbatch.num_real_tokens)
+        loss = squares * (coefficient / microbatch.rows.batch_tokens)
         return MoEAuxLossAutoScaler.apply(logits, loss)  # pyright: ignore[reportReturnType]
 
     def _add_balance_loss(
@@ -348,9 +356,9 @@ class Routing:
         """
         if not self.is_training:
             return probs
-        tokens = replay.tokens
-        assert tokens is not None and tokens.rows is not None
-        rows = tokens.rows
+        microbatch = replay.microbatch
+        assert microbatch is not None and microbatch.rows is not None
+        rows = microbatch.rows
 
         # The counts include the choices for tokens of the same rows on other ranks. Choices have no gradient,
         # so the all-reduce needs no backward pass.
@@ -362,9 +370,9 @@ class Routing:
         expert_weights = expert_counts * (self.num_experts / self.topk / lengths.square())[:, None]
 
         weighted_scores = scores.float() * expert_weights[rows.index]
-        loss_sum = weighted_scores[: tokens.num_real_tokens].sum()
+        loss_sum = weighted_scores[: microbatch.num_real_tokens].sum()
         # The mean is over rows: each token counts 1 / length of its row.
-        row_count = (1 / lengths)[rows.index][: tokens.num_real_tokens].sum()
+        row_count = (1 / lengths)[rows.index][: microbatch.num_real_tokens].sum()
         self._accumulate_loss("router/seq_aux_loss", loss_sum, row_count)
         loss = loss_sum * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
@@ -380,29 +388,29 @@ class Routing:
         self._losses[name][1] += count
 
     @contextmanager
-    def route_tokens(self, tokens: RoutedTokens) -> Iterator[None]:
-        """Make the routers record or replay the routing of this micro-batch's ``tokens`` inside the block."""
-        self.tokens = tokens
+    def route_tokens(self, microbatch: RoutedTokens) -> Iterator[None]:
+        """Make the routers record or replay the routing of ``microbatch`` inside the block."""
+        self.microbatch = microbatch
         try:
             yield
         finally:
-            self.tokens = None
+            self.microbatch = None
 
     def count_choices(
         self,
         layer: int,
-        tokens: RoutedTokens,
+        microbatch: RoutedTokens,
         experts: Tensor,
     ) -> None:
-        """Count the experts' loads, and how often the router's ``experts`` [T, k] match the replayed experts.
+        """Count the tokens of each expert, and how many of the router's choices match the replayed experts.
 
-        Loads count the experts that process the tokens. For tokens with replayed routing, these are the
-        replayed experts, not the router's.
+        ``experts`` [T, k] are the experts that the router of ``layer`` chose. A token with replayed experts
+        is counted for these, since they process it.
         """
-        experts = experts[: tokens.num_real_tokens]
+        experts = experts[: microbatch.num_real_tokens]
         routed = experts
-        if tokens.replayed is not None:
-            replayed = tokens.replayed[: tokens.num_real_tokens, layer].to(experts.dtype)
+        if microbatch.replayed is not None:
+            replayed = microbatch.replayed[: microbatch.num_real_tokens, layer].to(experts.dtype)
             is_replayed = replayed >= 0
             # The order of a token's k experts does not matter.
             matches = (replayed[:, :, None] == experts[:, None, :]).any(dim=-1)
@@ -412,25 +420,29 @@ class Routing:
         routed = routed.flatten()
         self._loads[layer].index_add_(0, routed, torch.ones_like(routed))
 
-    def _count_fused_loads(
+    def _count_fused_router_tokens(
         self,
         layer: int,
         router: Any,
         inputs: Any,
         output: Any,
     ) -> None:
-        """Count the loads of a fused router, whose second output [T, experts] marks the selected experts."""
-        # Without a micro-batch this is the recomputation of a layer whose loads were counted already.
-        if self.tokens is not None and self.is_training:
-            self._loads[layer] += output[1][: self.tokens.num_real_tokens].sum(dim=0)
+        """Count the tokens of each expert from the output of a fused router (forward hook of the router).
+
+        The router's second output [T, experts] bool marks the selected experts of each token.
+        """
+        # Without a micro-batch this is the recomputation of a layer, whose tokens were counted already.
+        if self.microbatch is not None and self.is_training:
+            self._loads[layer] += output[1][: self.microbatch.num_real_tokens].sum(dim=0)
 
     def metrics(self, group: Any) -> Metrics:
         """Return loads, agreement and losses of a training pass over all ranks of the ``group``.
 
-        ``router/load_max/layer_N`` is the load of a layer's busiest expert divided by the mean load, 1 if all
-        loads are equal. ``router/agreement`` is the fraction of replayed experts that routers would select
-        too. ``router/z_loss`` is the mean loss over tokens and layers, ``router/seq_aux_loss`` the mean loss
-        over rows and layers; the losses are not multiplied by their coefficients. Collective over the group.
+        The load of an expert is its number of tokens. ``router/load_max/layer_N`` is the load of a layer's
+        busiest expert divided by the mean load, 1 if all loads are equal. ``router/agreement`` is the
+        fraction of replayed experts that routers would select too. ``router/z_loss`` is the mean loss over
+        tokens and layers, ``router/seq_aux_loss`` the mean loss over rows and layers; the losses are not
+        multiplied by their coefficients. Collective over the group.
         """
         # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):

@@ -1,7 +1,7 @@
 """Layers that Megatron lacks, or that it has only with Transformer Engine.
 
-- Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
-  refuses sequence parallelism, and its local attention refuses packed rows.
+- Attention and rotary embedding of packed rows, and a norm for Megatron's local layers (without Transformer
+  Engine): Megatron's local norm refuses sequence parallelism, its local attention refuses packed rows.
 - Gemma's scaled embeddings, local rotary angles and score caps.
 - Multi-latent attention (DeepSeek-AI 2024) on packed rows.
 """
@@ -241,9 +241,9 @@ class RowAttention:
 
     @property
     def uses_varlen_kernel(self) -> bool:
-        """Return whether attention uses a variable-length kernel, whose input includes the row boundaries.
+        """Return whether attention uses a variable-length kernel, whose input includes ``cu_seqlens``.
 
-        Other kernels need rows that are gathered by length into padded buckets.
+        Other kernels need buckets: batches of rows of similar length, with padding.
         """
         return True
 
@@ -251,9 +251,9 @@ class RowAttention:
 class PackedAttention(nn.Module, RowAttention):
     """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
-    On an accelerator in half precision, PyTorch's variable-length kernel (`varlen_attn`) takes the boundaries
-    of rows as input. Otherwise rows of similar length are gathered into padded buckets. The config's
-    ``window_size`` limits the number of earlier tokens that a token attends to.
+    On an accelerator in half precision, PyTorch's variable-length kernel (`varlen_attn`) takes ``cu_seqlens``
+    as input. Otherwise attention is computed by buckets: padded batches of rows of similar length. The
+    config's ``window_size`` limits the number of earlier tokens that a token attends to.
 
     Under context parallelism, all-to-all collectives change the sharding from tokens to heads before
     attention, and back afterwards (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends within complete
@@ -353,9 +353,7 @@ class PackedAttention(nn.Module, RowAttention):
         value = _shard_over_heads(self.context_group, value)
 
         if self.uses_varlen_kernel and packed_seq_params.boundaries is not None:
-            output = _attend_between_boundaries(
-                query, key, value, packed_seq_params.boundaries, self.scale, self.window
-            )
+            output = _attend_varlen(query, key, value, packed_seq_params.boundaries, self.scale, self.window)
         else:
             output = self._attend_by_bucket(query, key, value, packed_seq_params)
         return _shard_over_tokens(self.context_group, output).flatten(1).unsqueeze(1)
@@ -367,7 +365,10 @@ class PackedAttention(nn.Module, RowAttention):
         value: Tensor,
         packed_seq_params: PackedRows,
     ) -> Tensor:
-        """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
+        """Compute the attention output [T, heads, size] of a packed sequence of complete rows, by buckets.
+
+        A bucket is a batch of rows of similar length, padded to the longest row.
+        """
         query_buckets = packed_seq_params.fill_buckets(query)
         key_buckets = packed_seq_params.fill_buckets(key)
         value_buckets = packed_seq_params.fill_buckets(value)
@@ -384,7 +385,7 @@ class PackedAttention(nn.Module, RowAttention):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
+        """Compute attention within the rows of a bucket as `_compute_bucket` does, with attention sinks.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
         query.
@@ -439,10 +440,11 @@ class PackedAttention(nn.Module, RowAttention):
         scale: float | None = None,
         sink_count: int = 0,
     ) -> Tensor:
-        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
+        """Compute attention within the rows of a bucket: [rows * longest, heads, size].
 
-        ``scale`` is the factor of the scores, by default the factor of the layer. Every token's sliding
-        window also contains the first ``sink_count`` positions.
+        A bucket is a batch of rows of similar length, padded to the longest row: ``query``, ``key`` and
+        ``value`` are [rows, longest, heads, size]. ``scale`` is the factor of the scores, by default the
+        factor of the layer. Every token's sliding window also contains the first ``sink_count`` positions.
         """
         if scale is None:
             scale = self.scale
@@ -485,7 +487,7 @@ class PackedAttention(nn.Module, RowAttention):
         return output.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_between_boundaries(
+def _attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -493,11 +495,11 @@ def _attend_between_boundaries(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention output [T, heads, value size] of rows between ``boundaries``.
+    """Compute the attention output [T, heads, value size] of a packed sequence with a variable-length kernel.
 
-    ``window`` is the number of earlier tokens that a token attends to, or None for all. Grouped keys and
-    values are not repeated. The kernel supports a single head size, so values that are narrower than keys are
-    padded with zeros.
+    ``boundaries`` has the ``cu_seqlens`` of the packed rows. ``window`` is the number of earlier tokens that
+    a token attends to, or None for all. Grouped keys and values are not repeated. The kernel supports a
+    single head size, so values that are narrower than keys are padded with zeros.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -580,11 +582,11 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 
 
 def _supports_grouped_keys(query: Tensor) -> bool:
-    """Return whether grouped-query attention is computed without a copy of keys and values for each head.
+    """Return whether scaled_dot_product_attention gets grouped keys and values, without a copy for each head.
 
-    False for half precision on a host, since PyTorch's kernel would sum the gradients of a group's heads in
-    half precision. False on an accelerator, since PyTorch supports grouped keys there only in the
-    half-precision kernel without a mask.
+    On CPU in half precision the result is False, since PyTorch would sum the gradients of a group's heads in
+    half precision. On a GPU the result is False, since PyTorch's only kernel with grouped keys supports
+    neither masks nor float32.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
@@ -677,17 +679,20 @@ def transformer_engine_attention() -> type:
 
 
 @contextmanager
-def allow_plain_output_layer(fused: bool) -> Iterator[None]:
-    """Allow Megatron's plain output layer inside the block even with ``gradient_accumulation_fusion``.
+def allow_plain_output_layer(uses_transformer_engine: bool) -> Iterator[None]:
+    """Allow Megatron to build its own output layer with ``gradient_accumulation_fusion`` inside the block.
 
-    ``fused``: whether the other layers are Transformer Engine's; otherwise the block has no effect.
+    ``uses_transformer_engine``: whether the transformer layers are Transformer Engine's; otherwise the block
+    has no effect.
 
-    Megatron's plain linear layer refuses this setting without Apex (seen in 0.16.1 and 0.19.2). Transformer
-    Engine's layers need no Apex, but their model still has the plain layer as its output layer. The forward
-    pass of that layer is never called, since `ParallelModel.token_outputs` projects the hidden states.
+    Megatron's own linear layer refuses ``gradient_accumulation_fusion`` if Apex is not installed (seen in
+    0.16.1 and 0.19.2). Transformer Engine's layers need no Apex. But GPTModel uses Megatron's own linear
+    layer as the output layer even if all other layers are Transformer Engine's. The forward pass of the
+    output layer is never called, since `ParallelModel.token_outputs` projects the hidden states.
     """
     original_flag = megatron_layers._grad_accum_fusion_available
-    setattr(megatron_layers, "_grad_accum_fusion_available", fused or original_flag)
+    is_available = uses_transformer_engine or original_flag
+    setattr(megatron_layers, "_grad_accum_fusion_available", is_available)
     try:
         yield
     finally:
@@ -701,10 +706,11 @@ def block_spec(
     pp_rank: int,
     core_attention: str | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's plain layers.
+    """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's local layers.
 
-    Plain layers use the norm and the attention of this module. Transformer Engine's layers use
-    `PackedAttention` if ``core_attention`` is "torch" or if attention has sinks.
+    Megatron's local layers (without Transformer Engine) use the norm and the attention of this module.
+    Transformer Engine's layers use `PackedAttention` if ``core_attention`` is "torch" or if attention has
+    sinks.
     """
     # Replace the attention of Transformer Engine's layers, which expects rows in a different format.
     if use_transformer_engine:
@@ -768,7 +774,7 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _plain_layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
-    """Return the spec of Megatron's plain layer with modules that support packed rows in any layout.
+    """Return Megatron's local layer spec (without Transformer Engine) with modules that support packed rows.
 
     ``has_experts``: whether the layer has experts instead of a dense MLP.
     """
@@ -957,7 +963,7 @@ def _scale_output(
     output: Tensor,
 ) -> Tensor:
     """Multiply a module's output by ``factor`` (forward hook)."""
-    # Round the factor to the precision of the output, as in the training of these models.
+    # Round the factor to the precision of the output, as in the training of Gemma's models.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
@@ -1002,12 +1008,12 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-def fit_latent_spec(layer: Any, group: Any) -> None:
-    """Change a layer's spec so that its attention is a `LatentSelfAttention`.
+def use_latent_attention(layer_spec: Any, group: Any) -> None:
+    """Set the attention module of ``layer_spec`` to `LatentSelfAttention`, in place.
 
     The query projection uses the tensor-parallel ``group``, see `_bind_projection`.
     """
-    attention = layer.submodules.self_attention
+    attention = layer_spec.submodules.self_attention
     attention.module = LatentSelfAttention
     attention.submodules.linear_q_proj = _bind_projection(attention.submodules.linear_q_proj, group)
 
@@ -1031,11 +1037,15 @@ def _bind_projection(linear: type, group: Any) -> type:
 
 
 def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
-    """Adapt layers with latent attention to packed rows.
+    """Adapt layers with latent attention to packed rows and to tensor parallelism.
 
-    The layers compute rotary angles from ``inverse_frequencies``; a user's own attention keeps its angles.
-    Hooks make the down projections return complete latents on every tensor-parallel rank. In the backward
-    pass the gradients of all ranks are summed. The gradient norm counts each down projection once.
+    The layers compute rotary angles from ``inverse_frequencies``. If a model provider replaced the core
+    attention by a class that is no `RowAttention`, the layer keeps its own rotary embedding.
+
+    Under tensor parallelism, forward hooks gather the outputs of the down projections, so that every rank has
+    the complete latents and the rotary key that all heads share. In the backward pass the key's gradient is
+    summed over the ranks, since each rank computes only the part of its own heads. A down projection that
+    Transformer Engine replicates is marked as replicated, so that the gradient norm counts it once.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -1096,7 +1106,7 @@ def _gather_latent(
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):
     """Rotary embedding with angles [T, 1, rotary size], without the batch dimension, for latent attention.
 
-    ``returns_factor``: whether `forward` also returns the factor of cos and sin, as Megatron expects of YaRN.
+    ``returns_factor``: whether `forward` also returns a factor for cos and sin, as Megatron expects of YaRN.
     """
 
     def __init__(self, inverse_frequencies: Tensor, returns_factor: bool) -> None:
@@ -1104,7 +1114,10 @@ class _LatentRotaryEmbedding(PackedRotaryEmbedding):
         self._returns_factor = returns_factor
 
     def forward(self, length: int, **kwargs: Any) -> Any:
-        """Return the angles, or the angles and the factor 1."""
+        """Return the angles or, for a model with YaRN, the angles and the factor 1.0 for cos and sin.
+
+        Megatron's latent attention with YaRN expects this pair.
+        """
         angles = super().forward(length, **kwargs).squeeze(1)
         if self._returns_factor:
             return angles, 1.0

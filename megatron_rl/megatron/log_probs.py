@@ -1,9 +1,9 @@
 """Log-probs and entropy directly from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch are never in memory all at once: the forward pass computes one tile at a time,
-reduces it to four numbers per token and frees it. The backward pass computes each tile again. Memory is
-O(chunk_tokens * V / tensor parallel). On an accelerator with Triton every pass reads a tile once
-(`log_probs_triton`).
+The logits of a micro-batch are never in memory all at once. The forward pass computes one tile at a time (a
+block of the logits [tokens, vocabulary]), reduces it to four numbers per token and frees it. The backward
+pass computes each tile again. Memory is O(chunk_tokens * V / tensor parallel). On an accelerator with Triton
+every pass reads a tile once (`log_probs_triton`).
 
 Logits are float32 in every pass, even for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
 by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
@@ -29,9 +29,10 @@ from megatron_rl.megatron.logit_rules import RowRules, apply_rules, scales_logit
 from megatron_rl.shapes.memory import TILE_TOKENS
 
 _MASKED = -1e30
-"""Logit of padding and of tokens outside the support: finite, so that probability * logit is 0, not NaN."""
+"""Logit of padding and of tokens that top-k/top-p excluded: finite, so that probability * logit is 0, not
+NaN."""
 _LARGEST_EXPONENT = 60.0
-"""Largest exponent in the computation of 1 / (probability of the last bucket), to avoid overflow."""
+"""Largest exponent in the computation of 1 / (probability of the other tokens), to avoid overflow."""
 _SELF_TEST_TOKENS = 150
 """Number of positions on which `measure_kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
@@ -71,15 +72,17 @@ class Support(NamedTuple):
     """[n + 1] index in ``tokens`` of each position's first token; on the host, to slice without reading the
     device."""
 
-    def make_outside_mask(
+    def make_exclusion_mask(
         self,
         span: slice,
         column_count: int,
         first_token: int,
     ) -> Tensor:
-        """Return a mask [positions of ``span``, column_count] bool that is True outside the support.
+        """Return a mask [positions of ``span``, column_count] bool of the tokens that sampling excluded.
 
-        ``first_token`` is the token id of the first column.
+        A column is a token; ``first_token`` is the token id of the first column. The mask is True for tokens
+        that top-k, top-p or min-p excluded. It is False in the whole row of a position that was sampled from
+        the full vocabulary.
         """
         sizes = self.sizes[span]
         first_index = int(self.offsets[:-1][span][0])
@@ -93,10 +96,11 @@ class Support(NamedTuple):
         )
         column = torch.where((tokens >= 0) & (tokens < column_count), tokens, column_count)
 
-        # At a truncated position every column is outside, except for its tokens in this shard.
-        is_outside = (sizes > 0)[:, None].repeat(1, column_count + 1)
-        is_outside.view(-1).index_fill_(0, positions * (column_count + 1) + column, False)
-        return is_outside[:, :column_count]
+        # Mark every column of the positions whose distribution was restricted, then clear the columns of the
+        # tokens that sampling allowed.
+        is_excluded = (sizes > 0)[:, None].repeat(1, column_count + 1)
+        is_excluded.view(-1).index_fill_(0, positions * (column_count + 1) + column, False)
+        return is_excluded[:, :column_count]
 
 
 class TopTokens(NamedTuple):
@@ -112,25 +116,26 @@ class TopTokens(NamedTuple):
     logits for them."""
 
 
-class BucketGradients(NamedTuple):
-    """Log-probs of buckets from the forward pass, with the loss's gradients with respect to them.
+class TopTokenGradients(NamedTuple):
+    """Log-probs of k top tokens and of all other tokens, with the loss's gradients with respect to them.
 
-    A bucket is one of k selected tokens of a distribution; the last bucket is all other tokens together.
+    The top tokens are k tokens of each distribution that the caller chose, such as a teacher's most likely
+    tokens. All other tokens of the vocabulary together have one log-prob, in the last column.
     """
 
     ids: Tensor
-    """[n, k] ids of the tokens with separate buckets, -1 for an unused bucket; all other tokens share the
-    last bucket."""
+    """[n, k] ids of the top tokens, -1 in an unused column."""
     log_probs: Tensor
-    """[n, k + 1] log-probs of the buckets."""
+    """[n, k + 1] log-probs from the forward pass: of each top token, then of all other tokens together."""
     gradients: Tensor
     """[n, k + 1] gradients of the loss with respect to ``log_probs``."""
 
 
 def make_support(sizes: Tensor, tokens: Tensor) -> Support:
-    """Build the `Support` of n positions from tensors on the host.
+    """Build the `Support` of n positions: the tokens that top-k, top-p and min-p left at each position.
 
-    ``sizes`` [n] is the number of tokens of each position; ``tokens`` are the ids, position after position.
+    ``sizes`` [n] is the number of these tokens at each position, 0 for the full vocabulary. ``tokens`` are
+    their ids, position after position. Both are CPU tensors.
     """
     offsets = numpy.zeros(len(sizes) + 1, dtype=numpy.int64)
     numpy.cumsum(sizes.numpy(), out=offsets[1:])
@@ -152,7 +157,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         reduce_hidden_gradient: bool,
         support: Support | None,
         rules: Sequence[RowRules] | None,
-        bucket_ids: Tensor | None,
+        top_ids: Tensor | None,
     ) -> tuple[Tensor, ...]:
         stats = softmax_statistics(
             hidden,
@@ -163,21 +168,21 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             chunk_tokens,
             support,
             rules=rules,
-            bucket_ids=bucket_ids,
+            top_ids=top_ids,
         )
         stats = _gather_shards(stats, shard.group)
-        if bucket_ids is None:
+        if top_ids is None:
             log_normaliser, *outputs = _compute_outputs(stats)
         else:
-            log_normaliser, *outputs = _compute_bucket_outputs(stats, targets, bucket_ids)
+            log_normaliser, *outputs = _compute_top_token_outputs(stats, targets, top_ids)
 
         entropy = outputs[1]
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
-        ctx.bucket_ids = bucket_ids
-        ctx.bucket_log_probs = None
-        if bucket_ids is not None:
+        ctx.top_ids = top_ids
+        ctx.top_log_probs = None
+        if top_ids is not None:
             # Detach: an output that is stored in its own context would keep the graph alive.
-            ctx.bucket_log_probs = outputs[2].detach()
+            ctx.top_log_probs = outputs[2].detach()
         ctx.shard = shard
         ctx.chunk_tokens = chunk_tokens
         ctx.reduce = reduce_hidden_gradient
@@ -188,9 +193,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, weight, targets, temperature, log_normaliser, entropy = ctx.saved_tensors
-        buckets = None
-        if ctx.bucket_ids is not None:
-            buckets = BucketGradients(ctx.bucket_ids, ctx.bucket_log_probs, gradients[2])
+        top_tokens = None
+        if ctx.top_ids is not None:
+            top_tokens = TopTokenGradients(ctx.top_ids, ctx.top_log_probs, gradients[2])
         hidden_gradient, weight_gradient = _compute_gradients(
             hidden,
             weight,
@@ -205,7 +210,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             support=ctx.support,
             frozen=not ctx.needs_input_grad[1],
             rules=ctx.rules,
-            buckets=buckets,
+            top_tokens=top_tokens,
         )
 
         # Each rank has computed only the gradient through its own rows of the output projection.
@@ -231,12 +236,12 @@ def _compute_gradients(
     frozen: bool = False,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
-    buckets: BucketGradients | None = None,
+    top_tokens: TopTokenGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of the hidden states [n, h] and of this shard's weight [V / tp, h].
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass. ``log_prob_gradient`` and
-    ``entropy_gradient`` [n], and ``buckets``, have the loss's gradients with respect to the outputs of the
+    ``entropy_gradient`` [n], and ``top_tokens``, have the loss's gradients with respect to the outputs of the
     forward pass. For a ``frozen`` weight, None is returned in place of its gradient. About ``chunk_tokens`` *
     V / tp logits exist at a time.
 
@@ -246,7 +251,7 @@ def _compute_gradients(
     reductions = reductions or choose_reductions(weight.dtype)
     tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk_tokens, frozen)
 
-    # With several tiles of rows, every tile adds to the gradient of all hidden states.
+    # With several tiles of weight rows, every tile adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
     hidden_sum = hidden_gradient
     if tile_rows < len(weight):
@@ -285,13 +290,15 @@ def _compute_gradients(
                 cap=cap,
                 dtype=weight.dtype,
             )
-            if buckets is None:
+            if top_tokens is None:
                 logit_gradient = reductions.gradient(logits, inputs)
             else:
-                tile_buckets = BucketGradients(
-                    buckets.ids[span] - tile_shard.start, buckets.log_probs[span], buckets.gradients[span]
+                tile_top_tokens = TopTokenGradients(
+                    ids=top_tokens.ids[span] - tile_shard.start,
+                    log_probs=top_tokens.log_probs[span],
+                    gradients=top_tokens.gradients[span],
                 )
-                logit_gradient = _bucket_gradient(reductions, logits, inputs, tile_buckets)
+                logit_gradient = _top_token_gradient(reductions, logits, inputs, tile_top_tokens)
             if slope is not None:
                 logit_gradient.mul_(slope)
             del logits, slope
@@ -379,13 +386,14 @@ def softmax_statistics(
     support: Support | None = None,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
-    bucket_ids: Tensor | None = None,
+    top_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute the four softmax statistics [4, n] of this shard; `tile_statistics` defines them.
+    """Compute the four softmax statistics [4, n] of this vocabulary shard; `tile_statistics` defines them.
 
-    With ``bucket_ids`` [n, k] the statistics exclude these k tokens. The tokens' logits, divided by the
-    temperature, are appended as k more rows: [4 + k, n]. At most ``chunk_tokens`` * V / tp logits exist at a
-    time.
+    ``support`` has the tokens that top-k/top-p left at each position. ``top_ids`` [n, k] are ids of k tokens
+    whose log-probs are needed, too. With ``top_ids`` the four statistics exclude these tokens. The logits of
+    these tokens, divided by the temperature, follow as k more rows: [4 + k, n]. At most ``chunk_tokens`` *
+    V / tp logits exist at a time.
     """
     reductions = reductions or choose_reductions(weight.dtype)
     tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk_tokens, frozen=False)
@@ -396,19 +404,19 @@ def softmax_statistics(
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
             # Bind the logits to no variable, so that they are freed before the next tile is computed.
-            if bucket_ids is None:
+            if top_ids is None:
                 tile_stats = reductions.statistics(
                     _compute_logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                     targets[span] - tile_shard.start,
                     temperature[span],
                 )
             else:
-                tile_stats = _bucket_statistics(
+                tile_stats = _top_token_statistics(
                     reductions,
                     _compute_logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                     targets[span] - tile_shard.start,
                     temperature[span],
-                    bucket_ids[span] - tile_shard.start,
+                    top_ids[span] - tile_shard.start,
                 )
             stats_by_tile.append(tile_stats)
         stats_by_span.append(_merge_statistics(torch.stack(stats_by_tile)))
@@ -416,7 +424,7 @@ def softmax_statistics(
 
 
 class GradientInputs(NamedTuple):
-    """Inputs of the backward pass over one tile, in addition to the tile's logits [n, rows]."""
+    """Inputs of the backward pass over one tile, in addition to the tile's logits [n, columns]."""
 
     targets: Tensor
     """[n] column of each target in the tile; any other number if the target is in another tile."""
@@ -437,7 +445,7 @@ class GradientInputs(NamedTuple):
 
 
 class Reductions(NamedTuple):
-    """Reductions of a tile of logits: `TORCH`, or the kernels of `log_probs_triton`."""
+    """Implementation of the passes over a tile of logits: `TORCH`, or the kernels of `log_probs_triton`."""
 
     statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function for the forward pass, see `tile_statistics`."""
@@ -450,15 +458,18 @@ def tile_statistics(
     targets: Tensor,
     temperature: Tensor,
 ) -> Tensor:
-    """Reduce logits [n, rows] of a tile to four softmax statistics per token, [4, n].
+    """Reduce a tile of logits [n, columns] to four softmax statistics per position, [4, n].
+
+    A tile has the logits of n positions for consecutive token ids, one column per token id.
 
     1. the largest logit, the "peak"
     2. the sum of exp(logit - peak)
     3. the sum of exp(logit - peak) * (logit - peak)
     4. the target's logit, or a very low number if the target is not in the tile
 
-    ``targets`` [n] are columns of the tile. ``temperature`` [n] divides the logits first. Overwrites the
-    logits and allocates one more tensor of their size.
+    ``targets`` [n] are the columns of the target tokens; the number of a target in another tile is negative
+    or too large. ``temperature`` [n] divides the logits first. Overwrites the logits and allocates one more
+    tensor of their size.
     """
     logits.div_(temperature[:, None])
     peak = logits.amax(dim=-1)
@@ -474,19 +485,19 @@ def tile_statistics(
 
 
 def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
-    """Compute the loss's gradient [n, rows] with respect to the logits of one tile.
+    """Compute the loss's gradient with respect to one tile of logits, both [n, columns].
 
-    Let x_j be the logit of token j divided by the temperature, and p_j its probability. The log-prob of the
-    target has the gradient ``1[j == target] - p_j`` with respect to x_j. The entropy H has the gradient
-    ``-p_j (log p_j + H)``.
+    A column is a token. Let x_j be the logit of token j divided by the temperature, and p_j its probability.
+    The log-prob of the target has the gradient ``1[j == target] - p_j`` with respect to x_j. The entropy H
+    has the gradient ``-p_j (log p_j + H)``.
 
     With a ``cap``, ``logits`` are capped, and the gradient is with respect to the uncapped logits. Overwrites
     the logits and allocates one more tensor of their size.
     """
     # d(capped logit) / d(logit) = 1 - (capped / cap)^2; computed before the logits are overwritten.
-    cap_slope = None
+    cap_derivative = None
     if inputs.cap is not None:
-        cap_slope = 1 - (logits / inputs.cap).square_()
+        cap_derivative = 1 - (logits / inputs.cap).square_()
 
     # (-entropy_gradient (log p + H) - log_prob_gradient) p, plus log_prob_gradient at the target.
     divisor = inputs.temperature[:, None]
@@ -498,84 +509,90 @@ def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     column, in_tile = _tile_columns(inputs.targets, gradient.shape[1])
     gradient.scatter_add_(1, column[:, None], (inputs.log_prob_gradient * in_tile)[:, None])
 
-    if cap_slope is not None:
-        # The slope of a masked logit is -inf, and its product with the gradient 0 would be NaN.
-        gradient = gradient.mul_(cap_slope.clamp_(min=0.0))
+    if cap_derivative is not None:
+        # The formula gives -inf for a masked logit, and the product of -inf with the gradient 0 would be NaN.
+        gradient = gradient.mul_(cap_derivative.clamp_(min=0.0))
     return gradient.div_(divisor).to(inputs.dtype)
 
 
-def _bucket_statistics(
+def _top_token_statistics(
     reductions: Reductions,
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor,
-    bucket_ids: Tensor,
+    top_ids: Tensor,
 ) -> Tensor:
-    """Compute a tile's statistics without the columns ``bucket_ids`` [n, k]; append their logits.
+    """Compute the softmax statistics of a tile without the top tokens, and the logits of the top tokens.
 
-    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits.
+    ``top_ids`` [n, k] are the columns of the top tokens (see `TopTokenGradients`) in the tile's ``logits``
+    [n, columns]. Returns [4 + k, n]: the four statistics over all other columns, then the k logits, divided
+    by the temperature. Overwrites the logits.
     """
-    # Mask the columns before the sum, and do not subtract them afterwards. If the model is confident, all
-    # other tokens together may have less probability than the rounding error of 1.
-    bucket_logits, _, in_tile = _extract_columns(logits, bucket_ids)
-    bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
-    return torch.cat((reductions.statistics(logits, targets, temperature), bucket_logits.t()))
+    # Mask the top tokens before the sum. Subtracting their terms from the sum over all tokens would be wrong
+    # for a confident model: the probability of all other tokens may be below the rounding error of the sum.
+    top_logits, _, in_tile = _extract_columns(logits, top_ids)
+    top_logits = (top_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
+    return torch.cat((reductions.statistics(logits, targets, temperature), top_logits.t()))
 
 
 def _extract_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits of the columns ``ids`` [n, k] and mask these columns in place.
+    """Return the logits of the columns ``ids`` [n, k] of a tile, and mask these columns in place.
 
-    Also returns ``ids`` clamped to the tile's columns, and whether each id is in the tile.
+    A tile has the logits [n, columns] of consecutive tokens of the vocabulary. Also returns ``ids`` clamped
+    to the tile's columns, and whether each id is in the tile.
     """
     columns, in_tile = _tile_columns(ids, logits.shape[1])
     column_logits = logits.gather(1, columns)
-    # Ids of other tiles are clamped to a column of this tile: add 0 there, so that it stays unchanged.
+
+    # An id outside the tile was clamped to a column of another token. Adding 0 leaves this column unchanged.
     logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - column_logits, 0))
     return column_logits, columns, in_tile
 
 
-def _bucket_gradient(
+def _top_token_gradient(
     reductions: Reductions,
     logits: Tensor,
     inputs: GradientInputs,
-    buckets: BucketGradients,
+    top_tokens: TopTokenGradients,
 ) -> Tensor:
-    """Compute the gradient of `tile_gradient` for a loss that also depends on the log-probs of ``buckets``.
+    """Compute the loss's gradient with respect to a tile of logits, including the terms of ``top_tokens``.
 
-    Let p_j be the probability of the token in column j. The log-prob of a bucket with the single token t has
-    the gradient ``1[j == t] - p_j`` with respect to logit j. The log-prob of the last bucket, whose tokens
-    have the probability r together, has the gradient ``1[j in the last bucket] p_j / r - p_j``. Overwrites
-    the logits.
+    The result is the gradient of `tile_gradient` plus the terms of the log-probs of the top tokens and of all
+    other tokens together. Overwrites the logits.
+
+    Let p_j be the probability of the token in column j. The log-prob of a top token t has the gradient
+    ``1[j == t] - p_j`` with respect to logit j. If the other tokens have the probability r together, log r
+    has the gradient ``1[j is no top token] p_j / r - p_j``.
     """
-    # Read the logits of targets and buckets before they are masked or overwritten.
+    # Read the logits of targets and top tokens before they are masked or overwritten.
     target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
     target_logits = logits.gather(1, target_columns)
-    bucket_logits, columns, in_tile = _extract_columns(logits, buckets.ids)
+    top_logits, columns, in_tile = _extract_columns(logits, top_tokens.ids)
 
     # Every log-prob subtracts the log normaliser, whose derivative with respect to logit j is p_j. A log-prob
     # with the gradient g therefore adds -g p_j at every token j.
-    token_gradients = buckets.gradients[:, :-1]
-    last_bucket_gradient = buckets.gradients[:, -1]
-    total_gradient = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
-    inverse_last_prob = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
+    token_gradients = top_tokens.gradients[:, :-1]
+    other_gradient = top_tokens.gradients[:, -1]
+    total_gradient = inputs.log_prob_gradient + top_tokens.gradients.sum(dim=1)
+    inverse_other_prob = (-top_tokens.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
     tile_inputs = inputs._replace(
         targets=torch.full_like(inputs.targets, -1),  # outside the tile: the target's term is added below
-        log_prob_gradient=total_gradient - last_bucket_gradient * inverse_last_prob,
+        log_prob_gradient=total_gradient - other_gradient * inverse_other_prob,
         dtype=inputs.log_normaliser.dtype,  # rounded once, after the terms below
     )
     gradient = reductions.gradient(logits, tile_inputs)
 
-    # Add the terms of single tokens: the tokens with a bucket, and the target.
+    # Add the terms of single tokens: the top tokens, and the target.
     divisor = inputs.temperature[:, None]
-    log_p = buckets.log_probs[:, :-1]
+    log_p = top_tokens.log_probs[:, :-1]
     entropy_term = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None])
     prob_factor = entropy_term + total_gradient[:, None]
-    bucket_gradient = (token_gradients - prob_factor * log_p.exp()) * in_tile
+    top_gradient = (token_gradients - prob_factor * log_p.exp()) * in_tile
     target_gradient = inputs.log_prob_gradient[:, None] * target_in_tile
     if inputs.cap is not None:
-        bucket_gradient = bucket_gradient * (1 - (bucket_logits / inputs.cap).square()).clamp(min=0)
+        top_gradient = top_gradient * (1 - (top_logits / inputs.cap).square()).clamp(min=0)
         target_gradient = target_gradient * (1 - (target_logits / inputs.cap).square()).clamp(min=0)
-    gradient.scatter_add_(1, columns, bucket_gradient / divisor)
+    gradient.scatter_add_(1, columns, top_gradient / divisor)
     gradient.scatter_add_(1, target_columns, target_gradient / divisor)
     return gradient.to(inputs.dtype)
 
@@ -594,7 +611,7 @@ TORCH = Reductions(tile_statistics, tile_gradient)
 
 
 def triton_reductions() -> Reductions:
-    """Return the Triton kernels, whose input is float32 logits.
+    """Return the Triton kernels that compute `tile_statistics` and `tile_gradient` of float32 logits.
 
     Requires Triton, and an accelerator or Triton's interpreter.
     """
@@ -604,9 +621,10 @@ def triton_reductions() -> Reductions:
 
 
 def choose_reductions(dtype: torch.dtype) -> Reductions:
-    """Return the Triton kernels if they run and are correct on this machine, otherwise `TORCH`.
+    """Return the implementation of `tile_statistics` and `tile_gradient` for this machine.
 
-    ``dtype`` is the model's dtype; the kernels do not support float64.
+    These are the Triton kernels if they run and are correct here, otherwise `TORCH`. ``dtype`` is the model's
+    dtype; the kernels do not support float64.
     """
     if device.on_host() or device.is_simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -673,7 +691,7 @@ def measure_kernel_errors(
     results = _compute_outputs(stats[None])
     log_normaliser, _, entropy = results
 
-    # Compute the reference from dense logits of the rounded inputs, in float64 on the host.
+    # Compute the reference from dense logits of the rounded inputs, in float64 on CPU.
     dense_weight = tested_weight[:_SELF_TEST_ROWS].double().cpu().requires_grad_()
     logits = tested_hidden.double().cpu() @ dense_weight.t() / temperature.double()[:, None]
     log_p = logits.log_softmax(1)
@@ -721,10 +739,11 @@ def _compute_logits(
     span: slice = slice(None),
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
-    """Compute the float32 logits of the positions ``span``.
+    """Compute the float32 logits of the positions ``span`` for the tokens of a vocabulary shard.
 
-    Logits of padding and of tokens outside the support are `_MASKED`. ``hidden`` are the hidden states of
-    these positions, ``weight`` the rows of ``shard``.
+    ``hidden`` are the hidden states of these positions, ``weight`` the rows of the output projection that
+    belong to ``shard``. ``support`` has the tokens that top-k/top-p left at each position. The logits of all
+    other tokens, and of padding, are `_MASKED`.
     """
     return _compute_logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
 
@@ -738,12 +757,14 @@ def _compute_logits_and_slope(
     rules: Sequence[RowRules] | None,
     needs_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the logits as `_compute_logits` does, and their slope.
+    """Compute the logits as `_compute_logits` does, and their derivative if logit ``rules`` changed them.
 
-    The slope is the derivative of each returned logit with respect to the same element of ``hidden @
-    weight^T``. It includes the derivatives of the cap and of the rules; None means 1 everywhere. Without
-    rules the slope is always None, because the reductions then compute the derivative of the cap from the
-    logits themselves.
+    Logits ``hidden @ weight^T`` are first bounded by the model's cap (``shard.cap``), if it has one. Then the
+    rules of sampling, such as penalties and biases, change them. The second result (slope) is the derivative
+    of each final logit with respect to the same element of ``hidden @ weight^T``, or None for 1 everywhere.
+
+    Without rules no derivative is returned, even if the model has a cap: `tile_gradient` then computes the
+    derivative of the cap from the logits.
     """
     logits = _multiply(hidden, weight.t())
     if shard.cap is not None:
@@ -763,8 +784,8 @@ def _compute_logits_and_slope(
     if row_count < len(weight):
         logits[:, max(row_count, 0) :] = _MASKED
     if support is not None:
-        is_outside = support.make_outside_mask(span, len(weight), shard.start)
-        logits.masked_fill_(is_outside, _MASKED)
+        is_excluded = support.make_exclusion_mask(span, len(weight), shard.start)
+        logits.masked_fill_(is_excluded, _MASKED)
     return logits, slope
 
 
@@ -773,7 +794,7 @@ def _multiply(first: Tensor, second: Tensor) -> Tensor:
     if first.dtype in (torch.float32, torch.float64):
         return first @ second
 
-    # On the host PyTorch has no half-precision product with a float32 result.
+    # On CPU, PyTorch has no half-precision product with a float32 result.
     if device.on_host():
         return first.float() @ second.float()
     return torch.mm(first, second, out_dtype=torch.float32)
@@ -820,33 +841,34 @@ def _compute_outputs(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak + log_sum, log_probs, entropy
 
 
-def _compute_bucket_outputs(
+def _compute_top_token_outputs(
     stats: Tensor,
     targets: Tensor,
-    bucket_ids: Tensor,
+    top_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the outputs of `_compute_outputs`, and the log-probs of the buckets [n, k + 1].
+    """Compute log normaliser, log-prob of the target and entropy, each [n], and top log-probs [n, k + 1].
 
-    ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
-    ``bucket_ids`` [n, k]. The last bucket contains all other tokens.
+    The top log-probs are of the k tokens ``top_ids`` [n, k], and of all other tokens together. ``stats``
+    [shards, 4 + k, n] has, for each vocabulary shard, the four statistics of the tokens other than the top
+    tokens, followed by the logits of the top tokens (`_top_token_statistics`).
     """
-    # The first four statistics are of all tokens except the k tokens.
+    # Merge the vocabulary shards.
     merged_stats = _merge_statistics(stats)
     other_stats = merged_stats[:4]
-    bucket_logits = merged_stats[4:].t()
+    top_logits = merged_stats[4:].t()
 
-    # Treat the k tokens as another shard of the vocabulary, which may contain the target.
-    is_target = bucket_ids == targets[:, None]
-    target_bucket = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
-    unit_temperature = torch.ones_like(bucket_logits[:, 0])
-    bucket_stats = tile_statistics(bucket_logits.clone(), target_bucket, unit_temperature)
-    log_normaliser, log_probs, entropy = _compute_outputs(torch.stack((other_stats, bucket_stats)))
+    # Treat the top tokens as another shard of the vocabulary, which may contain the target.
+    is_target = top_ids == targets[:, None]
+    target_column = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    unit_temperature = torch.ones_like(top_logits[:, 0])
+    top_stats = tile_statistics(top_logits.clone(), target_column, unit_temperature)
+    log_normaliser, log_probs, entropy = _compute_outputs(torch.stack((other_stats, top_stats)))
 
-    # The unnormalised log-prob of the last bucket is the log of the sum of exp(logit) over its tokens.
-    last_bucket = other_stats[0] + other_stats[1].log()
-    unnormalised_log_probs = torch.cat((bucket_logits, last_bucket[:, None]), dim=1)
-    bucket_log_probs = unnormalised_log_probs - log_normaliser[:, None]
-    return log_normaliser, log_probs, entropy, bucket_log_probs
+    # The unnormalised log-prob of all other tokens is the log of the sum of their exp(logit).
+    other_log_sum = other_stats[0] + other_stats[1].log()
+    unnormalised_log_probs = torch.cat((top_logits, other_log_sum[:, None]), dim=1)
+    top_log_probs = unnormalised_log_probs - log_normaliser[:, None]
+    return log_normaliser, log_probs, entropy, top_log_probs
 
 
 def vocab_parallel_top_tokens(
@@ -891,22 +913,21 @@ def vocab_parallel_log_probs(
     reduce_hidden_gradient: bool = True,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
-    bucket_ids: Tensor | None = None,
+    top_ids: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
-    ``bucket_ids`` [n, k] are distinct token ids, or -1 for an unused bucket. With them, the function also
-    returns the log-probs of k + 1 buckets, [n, k + 1] float32. Each of these tokens is a bucket, and all
-    other tokens together are the last bucket.
+    With ``top_ids`` [n, k], the function also returns the log-probs of these k tokens and of all other tokens
+    together, [n, k + 1] float32. The ids of a position are distinct, or -1 in an unused column.
 
     ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
     the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]
     divides the logits. At most ``chunk_tokens`` * V / tp logits exist at a time.
 
     Gradients of ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller
-    whose sequence-parallel reduce-scatter sums them. ``support`` restricts each distribution to some tokens
-    of the vocabulary. ``rules`` change the logits before the temperature. Results are float64 for float64
-    inputs. Collective over the tensor-parallel group.
+    whose sequence-parallel reduce-scatter sums them. ``support`` restricts each distribution to the tokens
+    that top-k/top-p left. ``rules``, such as penalties, change the logits before the temperature. Results are
+    float64 for float64 inputs. Collective over the tensor-parallel group.
     """
     result_dtype = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
@@ -914,9 +935,9 @@ def vocab_parallel_log_probs(
         # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
         # ranks, so it must have their dtype.
         empty_result = (hidden.sum() + weight.sum() * 0)[None][:0].to(result_dtype)
-        if bucket_ids is None:
+        if top_ids is None:
             return empty_result, empty_result
-        return empty_result, empty_result, empty_result[:, None].expand(0, bucket_ids.shape[1] + 1)
+        return empty_result, empty_result, empty_result[:, None].expand(0, top_ids.shape[1] + 1)
 
     temperature = temperature.to(result_dtype)
     return _VocabParallelLogProbs.apply(
@@ -929,5 +950,5 @@ def vocab_parallel_log_probs(
         reduce_hidden_gradient,
         support,
         rules,
-        bucket_ids,
+        top_ids,
     )

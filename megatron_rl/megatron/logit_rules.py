@@ -52,11 +52,12 @@ class Penalties:
         first_token_id: int,
         slope: Tensor | None,
     ) -> None:
-        """Apply the penalties to the logits [n, columns] of n of the row's selected tokens, in place.
+        """Apply the penalties to logits [n, columns] of one row (sequence), in place.
 
-        ``selection`` is the range of these tokens among the row's selected tokens, and ``first_token_id`` the
-        token id of the first column. If ``slope`` [n, columns] is not None, it is multiplied by the
-        derivative of the changed logits with respect to the original logits.
+        The row's selected tokens are the tokens whose log-probs are computed. ``logits`` belong to n
+        consecutive selected tokens; ``selection`` is the range of their indices among all selected tokens of
+        the row. ``first_token_id`` is the token id of the first column. If ``slope`` [n, columns] is not
+        None, it is multiplied by the derivative of the changed logits with respect to the original logits.
         """
         tokens_before = self.tokens_before[selection]
         columns = self.tokens - first_token_id
@@ -103,18 +104,19 @@ class RepeatedNgrams:
     """
 
     selected_index: Tensor
-    """[p] int64, ascending: index of the selected token at which each id of ``tokens`` is forbidden."""
+    """[p] int64, ascending: index of the selected token at which each id of ``tokens`` is banned."""
     tokens: Tensor
-    """[p] int64 ids of forbidden tokens; a selected token may have the same id several times."""
+    """[p] int64 ids of banned tokens; a selected token may have the same id several times."""
     offsets: numpy.ndarray
     """[count + 1] index in ``tokens`` of each selected token's first id; in host memory, so that slicing does
     not read the device."""
 
     def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
-        """Add `BANNED` to the logits of the forbidden tokens, in place.
+        """Add `BANNED` to the logits of tokens that would repeat an n-gram, in place.
 
-        ``logits`` [n, columns] has a row for each selected token in ``selection``, a range of indices of
-        selected tokens. ``first_token_id`` is the token id of the first column.
+        A row's selected tokens are the tokens whose log-probs are computed. ``logits`` [n, columns] belong to
+        n consecutive selected tokens; ``selection`` is the range of their indices among all selected tokens
+        of the row. ``first_token_id`` is the token id of the first column.
         """
         first, end = self.offsets[[selection.start, selection.stop]].tolist()
         if first == end:
@@ -132,7 +134,7 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
     """Find the tokens that would repeat an n-gram of the row at one of its selected positions.
 
     ``tokens`` [m] are the tokens of one row, ``selected_positions`` [count] the ascending positions of its
-    selected tokens, and ``ngram_size`` is n, at least 2. At a position, a token is forbidden if the n - 1
+    selected tokens, and ``ngram_size`` is n, at least 2. At a position, a token is banned if the n - 1
     tokens before the position, followed by this token, already occur earlier in the row.
     """
     row_tokens = tokens.numpy()
@@ -341,7 +343,8 @@ def apply_rules(
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
     """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], except for columns of other shards."""
-    # Add 0 for columns of other shards: removing these columns would read their number from the device.
+    # Add 0 for columns of other shards. Selecting the columns of this shard by a mask instead would wait for
+    # the device, since the number of selected columns is not known on the CPU.
     in_shard = (columns >= 0) & (columns < logits.shape[1])
     local_bias = torch.where(in_shard, bias, 0.0).to(logits.dtype)
     logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), local_bias.expand(len(logits), -1))

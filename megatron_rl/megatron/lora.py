@@ -214,8 +214,8 @@ def add_adapter_output(
 ) -> tuple[Tensor, Any]:
     """Add the adapter's output to the output of its linear layer (forward hook of the layer).
 
-    A grouped layer of many experts has one adapter per expert, and its second input is the list of the
-    experts' numbers of tokens.
+    A grouped layer of many experts has one adapter per expert; its second input is the number of tokens of
+    each expert.
     """
     adapter = getattr(linear, ADAPTER, None)
     if adapter is None:
@@ -224,7 +224,8 @@ def add_adapter_output(
     hidden = inputs[0]
     norm_weight = getattr(linear, "layer_norm_weight", None)
     if norm_weight is not None:
-        # Transformer Engine normalises inside the layer: A needs the normalised inputs, too.
+        # Transformer Engine fuses the norm into the linear layer, so `hidden` is not normalised yet. The
+        # adapter's matrix A multiplies the normalised input: apply the same norm here.
         gain = norm_weight.float()
         if linear.zero_centered_gamma:
             gain = gain + 1.0
@@ -307,7 +308,8 @@ def attach_adapters(
 
     def make_adapter(name: str, weight: Tensor) -> Adapter:
         assert model.adapters is not None
-        # The experts of a layer have equal masks: compute the mask once.
+        # A mask selects the rows of B that belong to each projection of a fused layer, such as query, key and
+        # value. All experts of a layer have the same mask: compute it once.
         mask_name = EXPERT.sub(r"\1{expert}", name)
         if mask_name not in masks:
             masks[mask_name] = _make_projection_mask(model, mask_name, len(weight))
@@ -436,8 +438,8 @@ def _iterate_target_layers(model: ParallelModel, targets: tuple[str, ...]) -> It
                     linear = getattr(module, name, None)
                     if linear is None:
                         raise _missing_layer_error(f"{path}.{name}", name, targets)
-                    storage = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
-                    yield global_name(model, storage), linear
+                    local_name = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
+                    yield global_name(model, local_name), linear
 
 
 def _iterate_adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
@@ -458,7 +460,7 @@ def _iterate_adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str
         yield "mlp.experts", experts, MLP
         return
 
-    # Each of Megatron's plain experts is a separate module.
+    # Each of Megatron's local experts (without Transformer Engine) is a separate module.
     for expert_index, expert in enumerate(local_experts):
         yield f"mlp.experts.local_experts.{expert_index}", expert, MLP
 
@@ -526,7 +528,7 @@ def _require_gradient(
 
 
 def _iterate_adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
-    """Yield (storage name, adapter) for every adapter on this rank."""
+    """Yield (local name ``<chunk>.<module name>``, adapter) for every adapter on this rank."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
             if isinstance(module, Adapter):
@@ -534,13 +536,13 @@ def _iterate_adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
 
 
 def _adapted_weight_name(adapter_name: str) -> str:
-    """Return the storage name, ``<chunk>.<parameter name>``, of the weight that an adapter adapts."""
+    """Return the local name, ``<chunk>.<parameter name>``, of the weight that an adapter adapts."""
     layer, _, expert = adapter_name.rpartition(f".{ADAPTER}")
     return f"{layer}.weight{expert.removeprefix('.')}"
 
 
 def adapter_parameters(model: ChunkedModel) -> dict[str, Tensor]:
-    """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
+    """Return this rank's A and B of all adapters by local name, ``<chunk>.<parameter name>``."""
     parameters: dict[str, Tensor] = {}
     for name, adapter in _iterate_adapters(model):
         for factor, parameter in adapter.named_parameters():
@@ -549,9 +551,11 @@ def adapter_parameters(model: ChunkedModel) -> dict[str, Tensor]:
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
-    """Sum the partial gradients of the factors that are replicated over an expert's tensor-parallel ranks.
+    """Sum the partial gradients of experts' adapters over the experts' tensor-parallel ranks.
 
-    Collective over the experts' tensor-parallel group.
+    If an expert is sharded over ranks, one of its adapter's matrices A and B is sharded, too. The other
+    matrix is replicated, and each rank has a partial gradient of it. Collective over the experts'
+    tensor-parallel group.
     """
     gradients: list[Tensor] = []
     group: Any = None
@@ -576,24 +580,24 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
 
 
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return the boxes of PEFT's tensors in this rank's `adapter_parameters`.
+    """Return, for this rank's `adapter_parameters`, the slices of PEFT's tensors that they contain.
 
-    A box is the region of one PEFT tensor that one parameter contains.
+    A `TensorBox` describes one slice of a PEFT tensor and its location in a parameter.
     """
     assert model.adapters is not None
     parameters = adapter_parameters(model)
-    storages = {global_name(model, storage): storage for storage in parameters}
+    local_names = {global_name(model, local_name): local_name for local_name in parameters}
 
-    # The import is traced on tensors without memory.
-    meta_parameters = {
-        name: torch.empty_like(parameters[storage], device="meta") for name, storage in storages.items()
-    }
+    # Run the loading of PEFT's tensors on meta tensors, where it records the slices and copies no values.
+    meta_parameters: dict[str, Tensor] = {}
+    for name, local_name in local_names.items():
+        meta_parameters[name] = torch.empty_like(parameters[local_name], device="meta")
     return trace_import(
         meta_parameters,
         model.adapters,
         shard_of(model),
         device.rank(),
-        storages,
+        local_names,
     )
 
 
@@ -643,9 +647,10 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
-    """Replace a model's adapters by merged weights inside the block, and restore both afterwards.
+    """Remove a model's adapters inside the block, and use weights into which the adapters are merged.
 
-    The merged weights are copies. A model without adapters is unchanged. Do not train inside the block.
+    The merged weights are copies. The adapters and the base weights are restored after the block. A model
+    without adapters is unchanged. Do not train inside the block.
     """
     if model is None:
         yield
@@ -761,6 +766,6 @@ def load_adapters(
     head = _find_scalar_head(model, chunk)
     if head is not None:
         head.copy_(tensors[_HEAD_KEY])
-    for storage, parameter in adapter_parameters(model).items():
-        if storage.startswith(f"{chunk_index}."):
-            parameter.copy_(tensors[global_name(model, storage)])
+    for local_name, parameter in adapter_parameters(model).items():
+        if local_name.startswith(f"{chunk_index}."):
+            parameter.copy_(tensors[global_name(model, local_name)])

@@ -45,7 +45,7 @@ from megatron_rl.megatron.log_probs import (
 )
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, describe_model, model_spec, with_scalar_head
-from megatron_rl.megatron.packing import make_bounded_rows, make_bucketed_rows, make_row_boundaries
+from megatron_rl.megatron.packing import make_bucketed_rows, make_row_boundaries, make_varlen_rows
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
@@ -114,9 +114,10 @@ class ParallelModel:
     """Whether the input of attention is `PackedRows`. For a provider's own attention in layers of Transformer
     Engine it is Megatron's row boundaries (THD) instead."""
     uses_varlen_kernel: bool = field(init=False)
-    """Whether all attention layers use variable-length kernels; otherwise rows must be gathered by length."""
-    gathers_rows: bool = field(init=False)
-    """Whether layers besides attention need rows gathered by length."""
+    """Whether all attention layers use variable-length kernels, whose input is a packed sequence with
+    ``cu_seqlens``. Otherwise attention needs bucketed rows: padded batches of rows of similar length."""
+    needs_bucketed_rows: bool = field(init=False)
+    """Whether other layers than attention need bucketed rows."""
 
     def __post_init__(self) -> None:
         row_attentions: list[RowAttention] = []
@@ -130,16 +131,20 @@ class ParallelModel:
                 else:
                     other_attentions.append(module)
 
-        # Plain layers without a `RowAttention` receive rows gathered by length, which work for any attention.
+        # Use variable-length kernels only if all attention layers support them. Megatron's local layers
+        # (without Transformer Engine) with an attention of the user receive bucketed rows instead: batches of
+        # rows of similar length, with padding. Any attention can process these batches.
         self.uses_varlen_kernel = all(attention.uses_varlen_kernel for attention in row_attentions)
         if not self.uses_transformer_engine and (other_attentions or not row_attentions):
             self.uses_varlen_kernel = False
 
-        # Some mixers need rows gathered by length, even if the attention layers read boundaries.
+        # Layers that replace attention, such as gated delta nets, may need bucketed rows even if the
+        # attention layers read ``cu_seqlens``.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
-        self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
+        self.needs_bucketed_rows = any(getattr(module, "needs_bucketed_rows", False) for module in modules)
 
-        # Only `RowAttention` exchanges tokens between context-parallel ranks.
+        # An attention of the user in layers of Transformer Engine receives Megatron's packed sequences (THD).
+        # It needs complete rows, since only `RowAttention` exchanges tokens between context-parallel ranks.
         self.accepts_packed_rows = not (self.uses_transformer_engine and other_attentions)
         if not self.accepts_packed_rows and self.groups.layout.context > 1:
             raise UserError(
@@ -251,20 +256,23 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the boundaries of consecutive rows, in the format of this model's attention.
+        """Return the packing of consecutive rows into one sequence, in the format of this model's attention.
 
-        ``lengths`` are the rows' numbers of tokens. The result is in host memory.
+        ``lengths`` are the rows' numbers of tokens. The result has ``cu_seqlens`` for variable-length
+        kernels, the token indices of bucketed rows (padded batches of rows of similar length), or both. Its
+        tensors are on the CPU.
         """
         if not self.accepts_packed_rows:
             return make_row_boundaries(lengths)
         context_rank = self.groups.coordinates.context
         context = self.groups.layout.context
-        if self.gathers_rows:
-            # Some mixers need rows gathered by length, and attention may need boundaries: include both.
+        if self.needs_bucketed_rows:
+            # Some layers, such as gated delta nets, need buckets, and attention may need ``cu_seqlens``: the
+            # result has both.
             rows = make_bucketed_rows(lengths, context_rank, context)
             return replace(rows, boundaries=make_row_boundaries(lengths))
         if self.uses_varlen_kernel:
-            return make_bounded_rows(lengths, context_rank, context)
+            return make_varlen_rows(lengths, context_rank, context)
         return make_bucketed_rows(lengths, context_rank, context)
 
     def token_outputs(
@@ -287,10 +295,10 @@ class ParallelModel:
         distribution to the tokens that sampling allowed. ``rules`` are the logit rules of sampling, such as
         penalties and biases, which are applied to the logits here, too.
 
-        With ``buckets`` [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and
-        of all other tokens together. With `TopTokens` it selects the k most likely tokens as buckets, and
-        also returns their ids. With ``squared_probs`` it returns the sum of the squared probabilities [n]
-        after the entropy. Collective over the tensor-parallel group.
+        ``buckets`` are the ids [n, k] of further tokens: a language model then also returns the log-probs
+        [n, k + 1] of these k tokens and of all other tokens together. If ``buckets`` is a `TopTokens`, these
+        are the model's k most likely tokens, and their ids are returned, too. With ``squared_probs`` the sum
+        of the squared probabilities [n] follows the entropy. Collective over the tensor-parallel group.
         """
         token_states = hidden[0]
         shape = self.spec.model.shape
@@ -321,11 +329,11 @@ class ParallelModel:
         token_states = token_states[index]
 
         if isinstance(buckets, TopTokens):
-            bucket_ids = vocab_parallel_top_tokens(
+            top_ids = vocab_parallel_top_tokens(
                 token_states, weight, shard, buckets, tile_tokens, support, rules
             )
         else:
-            bucket_ids = buckets
+            top_ids = buckets
         outputs = vocab_parallel_log_probs(
             token_states,
             weight,
@@ -336,7 +344,7 @@ class ParallelModel:
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
-            bucket_ids=bucket_ids,
+            top_ids=top_ids,
         )
         if squared_probs:
             # At half the temperature, the probabilities q are the normalised squares of the probabilities p
@@ -351,11 +359,11 @@ class ParallelModel:
                 support=support,
                 rules=rules,
             )
-            log_probs, entropy, *bucket_outputs = outputs
-            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *bucket_outputs)
+            log_probs, entropy, *top_outputs = outputs
+            outputs = (log_probs, entropy, (2 * log_probs - sharp_log_probs).exp(), *top_outputs)
         if isinstance(buckets, TopTokens):
-            assert bucket_ids is not None
-            return (*outputs, bucket_ids)
+            assert top_ids is not None
+            return (*outputs, top_ids)
         return outputs
 
 

@@ -42,12 +42,12 @@ def describe_model(hf_config: Any) -> PretrainedModel:
     return parse_pretrained(hf_config.to_dict())
 
 
-def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
+def read_hf_config(path: str | Path, *, for_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
     For a multimodal checkpoint, returns the config of the language model. If transformers has no class for
-    the ``model_type``, returns a config of the class that the model family uses. With ``of_engine``, returns
-    the config of the model that engines build (`engine_config`).
+    the ``model_type``, returns a config of the class that the model family uses. With ``for_engine``, returns
+    the config from which a generation engine builds the model, see `engine_config`.
 
     The quantisation is removed because weights are dequantised when they are loaded: models are built and
     exported in the dtype of the dequantised weights. Raises UserError if transformers rejects the config.
@@ -56,7 +56,7 @@ def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
 
     # For a plain language model, transformers reads the directory itself.
     language_values = transformers_config(values)
-    if of_engine:
+    if for_engine:
         language_values = engine_config(values)
     try:
         if language_values is values:

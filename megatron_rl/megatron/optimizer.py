@@ -45,9 +45,10 @@ def wrap_in_ddp(
         ddp_settings.update(ddp)
 
     # Overlap the gather of weights only together with the reduction of gradients: Megatron gathers weights in
-    # the forward pass only if gradients are reduced during the backward pass. A host has nothing to overlap.
+    # the forward pass only if gradients are reduced during the backward pass. On CPU nothing can overlap.
     overlaps_gather = distributed and ddp_settings.get("overlap_grad_reduce", not device.on_host())
     if not device.on_host():
+        # `AcceleratedRole.distributed` determines only the default of overlap_param_gather.
         role = AcceleratedRole(
             model.spec.model.shape,
             model.groups.layout,

@@ -255,8 +255,9 @@ def _search_packing(
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    Kernels of accelerators use ``boundaries``. Layers without such a kernel gather rows of similar length
-    into padded ``buckets``, and restore the packed order by the index ``restore``. The ``qkv_format`` "rows"
+    Variable-length kernels read ``boundaries``. Layers without such a kernel process buckets: batches of rows
+    of similar length, padded to the longest row. They gather the rows by the indices ``buckets``, and restore
+    the packed order by the index ``restore``. The ``qkv_format`` "rows"
     is unknown to Megatron, which therefore skips its own handling of packed sequences ("thd").
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``
@@ -280,7 +281,9 @@ class PackedRows(PackedSeqParams):
     def fill_buckets(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...].
 
-        The backward pass ignores gradients of padding, which must be zero.
+        A bucket is a batch of rows of similar length, padded to the longest row. The backward pass does not
+        read the gradients of padding, which must be zero: no real token may attend to padding, and
+        `join_buckets` drops the outputs of padding.
         """
         return _FillBuckets.apply(tokens, self)
 
@@ -352,7 +355,7 @@ def make_bucketed_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Build the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
+    """Build the `PackedRows` of a packed sequence with buckets of rows of similar length, as CPU tensors.
 
     Attention pads each row to the longest row of its bucket, which lengthens a row of more than 8 tokens by
     less than a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context``
@@ -404,14 +407,15 @@ def _bucket_size(length: int) -> int:
     return max(8, -(-length // step) * step)
 
 
-def make_bounded_rows(
+def make_varlen_rows(
     lengths: Sequence[int],
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Build the `PackedRows` of a packed sequence with boundaries instead of buckets, in host memory.
+    """Build the `PackedRows` of a packed sequence for variable-length kernels, as CPU tensors.
 
-    No row is padded. This rank has shard ``context_rank`` of ``context`` equal shards of the sequence.
+    The result has ``cu_seqlens`` and no buckets (padded batches of rows), so no row is padded. This rank has
+    shard ``context_rank`` of ``context`` equal shards of the sequence.
     """
     return PackedRows(
         qkv_format="rows",
@@ -431,14 +435,14 @@ def _token_positions(
 
 
 def make_row_boundaries(lengths: Sequence[int]) -> PackedSeqParams:
-    """Build the row boundaries in the format of variable-length attention (THD), in host memory.
+    """Build Megatron's `PackedSeqParams` of consecutive rows for variable-length attention (THD), on the CPU.
 
-    Kernels read the cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of these
-    lengths. Padding at the end is a separate row. Since rows have no gaps, no padded boundaries
-    (``cu_seqlens_*_padded``) are needed, and every backend is supported.
+    ``cu_seqlens`` [rows + 1] int32 are the cumulative lengths of the rows, ``max_seqlen`` is an upper bound
+    of the length of a row. Padding at the end of the sequence must be a separate row in ``lengths``. Rows
+    have no gaps, so ``cu_seqlens_*_padded`` are not needed, and every backend is supported.
     """
-    # Without the bound, Transformer Engine would read the largest length from the device. The bound is a
-    # multiple of 8, as the fused softmax of its unfused attention requires.
+    # If `max_seqlen` is missing, Transformer Engine reads the largest length from the device. If no fused
+    # attention kernel is available, Transformer Engine uses a softmax kernel that needs a multiple of 8.
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return PackedSeqParams(

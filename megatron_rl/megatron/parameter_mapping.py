@@ -95,12 +95,12 @@ Arguments: ``target``, the parameter on this rank; ``sources``, the rows of the 
 belong to the complete parameter; ``shard``, the index and the number of its shards."""
 
 
-def _copy_complete(
+def _copy_replicated(
     target: Tensor,
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter that is complete on every rank from its only source."""
+    """Fill a replicated parameter, which is not sharded, with all rows of its only source."""
     (source,) = sources
     target.copy_(source.contiguous_rows)
 
@@ -181,7 +181,10 @@ def _copy_stacked(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter that is complete on every rank with the concatenated rows of its sources."""
+    """Fill a replicated parameter, which is not sharded, with the rows of its sources, one after the other.
+
+    ``shard`` is not used: the function has the arguments of a `CopyRule`.
+    """
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
         target_slice.copy_(source.contiguous_rows)
 
@@ -203,7 +206,7 @@ def _copy_vocabulary(
 
 
 _COPY_RULES: Mapping[str, CopyRule] = {
-    "whole": _copy_complete,
+    "whole": _copy_replicated,
     "rows": _copy_rows,
     "latent": _copy_rows,
     "columns": _copy_columns,
@@ -300,18 +303,22 @@ def trace_import(
     model: PretrainedModel,
     shard: Shard,
     rank: int,
-    storages: Mapping[str, str] | None = None,
+    local_names: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes that map Hugging Face tensors to parameters on the meta device.
+    """Return the slices of Hugging Face tensors that ``parameters`` contain, by a run of `import_parameters`.
 
-    The keys of ``parameters`` are Megatron's names with global layer indices. ``storages`` maps these names
-    to the storage names of the boxes, if they differ. ``shapes`` are the shapes of the checkpoint's tensors,
-    by default computed from ``model``. Raises CoverageError unless every element, except for the padding of
-    the vocabulary, is filled exactly once.
+    A `TensorBox` describes one slice of a Hugging Face tensor and its location in a parameter. ``parameters``
+    are meta tensors by Megatron's names with global layer indices: the run records which slices are copied,
+    and copies no values. ``local_names`` maps these names to the names of the parameters on this rank
+    (`TensorBox.storage`), by default the same names. ``shapes`` are the shapes of the checkpoint's tensors,
+    by default computed from ``model``.
+
+    Raises CoverageError unless every element of a parameter is filled exactly once. Elements that pad the
+    vocabulary are not filled.
     """
-    storages = storages or {}
-    tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}
+    local_names = local_names or {}
+    tensors_by_storage = {local_names.get(name, name): tensor for name, tensor in parameters.items()}
     recorder = CopyRecorder({}, tensors_by_storage, rank)
 
     # Run the import itself, on tensors without memory: a second implementation of its rules could differ.
@@ -320,12 +327,13 @@ def trace_import(
         import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
 
-    # In parameters with a row per token, count the elements before the padding of the vocabulary.
+    # Embedding and output layer have a row for each token of the vocabulary, and rows of padding at the end:
+    # count the elements before the padding.
     data_elements: dict[str, int] = {}
     for name in vocabulary_names(model.shape) & parameters.keys():
         rows, width = parameters[name].shape
         token_rows = min(max(model.shape.vocab - shard.tensor * rows, 0), rows)
-        data_elements[storages.get(name, name)] = token_rows * width
+        data_elements[local_names.get(name, name)] = token_rows * width
     check_coverage(boxes, tensors_by_storage, data_elements)
     return boxes
 
@@ -385,13 +393,14 @@ def shard_of(model: ChunkedModel) -> Shard:
     return Shard(*rank_and_size("tp"), *rank_and_size("ep"), *rank_and_size("expt_tp"))
 
 
-def global_name(model: ChunkedModel, storage: str) -> str:
+def global_name(model: ChunkedModel, local_name: str) -> str:
     """Return Megatron's name of a parameter, with layers counted over the whole model.
 
-    ``storage`` is ``<chunk>.<parameter name>``, where layers are counted in the chunk, and parameters have
-    the provider's names.
+    ``local_name`` is ``<chunk>.<parameter name>``, with layers counted in the chunk of the model. In a model
+    that the user's model provider built, parameters may have other names than Megatron's; ``model.names``
+    maps the provider's names to Megatron's.
     """
-    chunk_index, name = storage.split(".", 1)
+    chunk_index, name = local_name.split(".", 1)
     provider_names: Mapping[str, str] = getattr(model, "names", {})
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:

@@ -91,11 +91,13 @@ class PassGuard:
         self._budget = 0
         self._microbatch_tokens = 0
         self._reading: device.MemoryReading | None = None
-        self._repeat_obstacle: str | None = None
+        self._retry_obstacle: str | None = None
         self._shortage: Shortage | None = None
         self._has_exchanged_status = False
-        # [1 if any rank has failed, tokens of the largest micro-batch of all ranks].
-        self._status_of_ranks = torch.zeros(2, dtype=torch.int64)
+        # Results of `_exchange_status`: whether any rank ran out of memory, and the tokens of the largest
+        # micro-batch of all ranks.
+        self._has_failed_rank = False
+        self._largest_microbatch = 0
 
     def run_pass(
         self,
@@ -113,8 +115,8 @@ class PassGuard:
         equals the result of a first pass with the smaller micro-batches. Raises OutOfMemory. Collective over
         the role's ranks.
         """
-        self._repeat_obstacle = find_repeat_obstacle(self.model, is_training=clear is not None)
-        if self._repeat_obstacle is not None:
+        self._retry_obstacle = find_retry_obstacle(self.model, is_training=clear is not None)
+        if self._retry_obstacle is not None:
             result, _ = self._try_pass(compute, budget)
             return result
 
@@ -126,9 +128,8 @@ class PassGuard:
         # Every rank halves the same number: the size of the largest micro-batch of all ranks. It is 0 if all
         # ranks failed before their first micro-batch.
         microbatch_tokens = budget
-        largest_microbatch = int(self._status_of_ranks[1])
-        if largest_microbatch:
-            microbatch_tokens = min(budget, largest_microbatch)
+        if self._largest_microbatch:
+            microbatch_tokens = min(budget, self._largest_microbatch)
         smaller_budget = max(unit_tokens, microbatch_tokens // 2)
         if microbatch_tokens <= unit_tokens:
             self._raise_on_all_ranks("each micro-batch is one row already")
@@ -158,7 +159,7 @@ class PassGuard:
             shortage = Shortage(
                 self.role, device.rank(), budget, first_line(error), describe_largest_tensors(self.model)
             )
-            reason = self._repeat_obstacle
+            reason = self._retry_obstacle
             if self._has_exchanged_status:
                 reason = "it ended its micro-batches, and other ranks reduce gradients"
             # Raise without notifying the other ranks, which may be inside a collective.
@@ -176,25 +177,25 @@ class PassGuard:
         """Start to measure the memory of a pass with micro-batches of at most ``microbatch_tokens``."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures_memory:
-            self._reading = device.read_memory(restart_peak=True)
+            self._reading = device.read_memory(reset_peak=True)
 
     def end_microbatches(self) -> None:
-        """Record the memory of a pass, and exchange with other ranks whether any of them ran out of memory.
+        """Record the memory of a pass, and check whether another rank ran out of memory in this pass.
 
-        Call after the last micro-batch of the pass, before gradients are reduced. Raises _OtherRankFailed if
-        another rank ran out of memory. Collective over the role's ranks if the pass can be repeated
-        (`find_repeat_obstacle`).
+        Call after the last micro-batch of the pass, before gradients are reduced. In layouts in which a pass
+        that ran out of memory can be retried (`find_retry_obstacle`), all ranks exchange whether they failed.
+        Raises _OtherRankFailed if another rank failed. This exchange is collective over the role's ranks.
         """
         if self.measures_memory:
             self._record_memory()
-        if self._repeat_obstacle is None:
+        if self._retry_obstacle is None:
             self._exchange_status(failed=False)
             self._has_exchanged_status = True
-            if self._status_of_ranks[0]:
+            if self._has_failed_rank:
                 raise _OtherRankFailed
 
     def metrics(self) -> Metrics:
-        """Return the metrics of repeated passes and of memory since the last call, and reset them."""
+        """Return and reset the metrics of retries after out-of-memory errors, and of the memory of passes."""
         metrics = Metrics({}, self._maxima)
         self._maxima = {}
         return metrics
@@ -218,15 +219,16 @@ class PassGuard:
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
     def _exchange_status(self, *, failed: bool) -> None:
-        """Exchange whether this rank ``failed`` and the size of its micro-batches; set ``_status_of_ranks``.
+        """Compute whether any rank ``failed``, and the largest micro-batch of all ranks; store both.
 
-        The exchange is on the host, so that no rank waits for its device. Collective over the role's ranks.
+        The maximum over ranks is computed on CPU tensors, so that no rank waits for its GPU. Collective over
+        the role's ranks.
         """
-        self._status_of_ranks = torch.tensor(
-            [int(failed), self._microbatch_tokens], dtype=torch.int64, device=device.host()
-        )
+        status = torch.tensor([int(failed), self._microbatch_tokens], dtype=torch.int64, device=device.host())
         if len(self.model.groups.layout.ranks) > 1:
-            max_over_ranks(self._status_of_ranks, self.model.groups.all)
+            max_over_ranks(status, self.model.groups.all)
+        has_failed_rank, self._largest_microbatch = status.tolist()
+        self._has_failed_rank = bool(has_failed_rank)
 
     def _discard_pass(self, clear: Callable[[], None] | None) -> None:
         """Free the tensors of a failed pass, and reset the state of the model that the pass changed.
@@ -266,13 +268,15 @@ class PassGuard:
         raise OutOfMemory(replace(reports[0], reason=reason))
 
 
-def find_repeat_obstacle(model: ParallelModel, *, is_training: bool) -> str | None:
-    """Return the reason why the ranks of a model cannot repeat a pass together, or None.
+def find_retry_obstacle(model: ParallelModel, *, is_training: bool) -> str | None:
+    """Return why a model's ranks cannot retry a pass after one rank ran out of memory, or None if they can.
 
-    ``is_training``: whether the pass has a backward pass. If ranks exchange tensors inside a pass, the peers
-    of a failed rank would wait in a collective forever.
+    A pass is a forward pass, or with ``is_training`` a forward and a backward pass. Ranks that exchange
+    tensors inside a pass cannot retry it: the peers of the failed rank may be inside a collective, where they
+    would wait for the failed rank forever.
     """
     if device.is_simulated():
+        # A simulated rank computes no values, and never runs out of memory.
         return "a simulation has no memory"
 
     layout = model.groups.layout

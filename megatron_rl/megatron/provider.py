@@ -194,7 +194,7 @@ class Provider:
                 ) from error
 
         check_chunk(chunk, f"model.provider {self.reference}", pre_process, post_process, spec)
-        fit_packed_rows(chunk, spec)
+        use_packed_attention(chunk, spec)
         return chunk
 
 
@@ -295,7 +295,7 @@ def load_provider(
 
 @contextmanager
 def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
-    """Set Megatron's process-global groups to the role's groups inside the block.
+    """Set Megatron's process-global groups, in `parallel_state`, to ``groups`` inside the block.
 
     ``stage`` is the virtual pipeline stage that code inside the block builds, or None.
     """
@@ -311,8 +311,9 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
         if group is not None:
             values[name] = dist.get_process_group_ranks(group)
 
-    # No group of tensor and data ranks without context ranks exists here. With a single context rank it would
-    # equal the group with context ranks.
+    # Megatron has a group of tensor- and data-parallel ranks without context parallelism. `ParallelGroups`
+    # has only the group with context parallelism. Without context parallelism both groups have the same
+    # ranks.
     values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
     if groups.layout.context == 1:
         values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context
@@ -360,12 +361,13 @@ def _replace_plain_norms() -> Iterator[None]:
         setattr(WrappedTorchNorm, "__new__", original_new)
 
 
-def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
-    """Replace the attention and the rotary angles of Megatron's layers by modules for packed rows.
+def use_packed_attention(chunk: Any, spec: ModelSpec) -> None:
+    """Replace the core attention and the rotary embedding of Megatron's layers by modules for packed rows.
 
-    The layers may be Megatron's plain layers or Transformer Engine's. A user's own attention is never
-    replaced. If a chunk has layers of Transformer Engine with a user's own attention, no layer is changed,
-    because all layers of a chunk receive rows in the same format.
+    Megatron's DotProductAttention is replaced by `PackedAttention`. Transformer Engine's attention is
+    replaced by the class of `transformer_engine_attention`, but only if all layers of the chunk have it. If
+    the chunk has another attention, such as a class of the user, beside Transformer Engine's, no layer is
+    changed: all layers of a chunk receive rows in the same format.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]

@@ -35,8 +35,9 @@ class Residency:
     """Residency of one model: its tensors are in host memory except inside `resident` blocks.
 
     A host copy is reused without another transfer if no phase has written the weights since they were copied.
-    Without ``offload`` all tensors remain on the device. Weights that are shared with the model of ``base``
-    move with that model, which is resident whenever this model is.
+    Without ``offload`` all tensors remain on the device. ``base`` is the residency of another model whose
+    weights this model uses, too, or None. The shared weights are offloaded and loaded with that model, which
+    is resident whenever this model is.
     """
 
     def __init__(
@@ -49,27 +50,31 @@ class Residency:
         self.model = model
         self.offload = offload and model is not None
         self.base = base
-        self.moves = self.offload or (base is not None and base.moves)
-        """Whether any tensor of the model may be in host memory."""
+        """Residency of the model whose weights this model shares, or None."""
+        self.can_offload = self.offload or (base is not None and base.can_offload)
+        """Whether the model's tensors are offloaded, or the weights that it shares with ``base``."""
         self.optimizer: Optimizer | None = None
 
-        self._open_levels: list[ResidencyLevel] = []
-        """Levels of the open `resident` blocks."""
+        self._active_levels: list[ResidencyLevel] = []
+        """Levels of the `resident` contexts that are active now, the innermost last."""
         self._seconds = 0.0
         self._bytes = 0
 
-        # The storages that each level adds to the lower levels. Gradients are zero between mini-batches, so
-        # they need no copies.
+        # Level -> storages that this level requires in addition to the storages of the lower levels.
+        # Gradients are zero between mini-batches, so offloading them needs no copy of their values.
         self._storages_by_level = {
             ResidencyLevel.READ_WEIGHTS: _OffloadedStorages(self._weight_storages),
             ResidencyLevel.WEIGHTS_AND_OPTIMIZER: _OffloadedStorages(self._state_storages),
-            ResidencyLevel.TRAINING: _OffloadedStorages(self._gradient_storages, copies=False),
+            ResidencyLevel.TRAINING: _OffloadedStorages(self._gradient_storages, preserves_values=False),
         }
 
     @contextmanager
     def resident(self, level: ResidencyLevel) -> Iterator[None]:
-        """Keep the tensors that ``level`` includes on the device inside the block. Blocks may nest."""
-        self._open_levels.append(level)
+        """Keep the tensors of ``level`` (see `ResidencyLevel`) in device memory inside the block.
+
+        The weights of the model of ``base`` are kept in device memory, too. Blocks may nest.
+        """
+        self._active_levels.append(level)
         self._move_storages()
         base: AbstractContextManager[None] = nullcontext()
         try:
@@ -78,7 +83,7 @@ class Residency:
             with base:
                 yield
         finally:
-            self._open_levels.pop()
+            self._active_levels.pop()
             self._move_storages()
 
     def offload_all(self) -> None:
@@ -86,13 +91,13 @@ class Residency:
         self._move_storages()
 
     def _move_storages(self) -> None:
-        """Load the storages of the open blocks' levels, and offload all other storages."""
+        """Load the storages that the active `resident` contexts require, and offload all other storages."""
         if not self.offload:
             return
 
         start_time = time.perf_counter()
         bytes_before = self._bytes
-        highest_level = max(self._open_levels, default=0)
+        highest_level = max(self._active_levels, default=0)
         required = []
         unused = []
         for level, storages in self._storages_by_level.items():
@@ -157,25 +162,27 @@ class Residency:
 class _OffloadedStorages:
     """Storages that are offloaded and loaded together.
 
-    ``storages`` is a function that returns the storages on the device by address. With ``copies`` their
-    contents are copied to the host; without ``copies`` they are dropped, and are zero after loading.
-    ``stale``: whether the contents may have changed since they were copied to the host.
+    ``storages`` is a function that returns the storages on the device by address. With
+    ``preserves_values`` the values are copied to host memory. Otherwise the values are dropped, and are zero
+    after loading. ``stale``: whether the values may have changed since they were last copied to the host.
     """
 
     def __init__(
         self,
         storages: Callable[[], dict[int, Any]],
         *,
-        copies: bool = True,
+        preserves_values: bool = True,
     ) -> None:
         self.stale = True
+        """Whether the values in ``_host_buffers`` may be older than the values on the device."""
         self._storages = storages
-        self._copies = copies
+        self._preserves_values = preserves_values
         self._offloaded: dict[int, tuple[Any, int]] = {}
-        """Storages in host memory by address, with their sizes in bytes; empty while they are on the
-        device."""
-        self._host: dict[int, Tensor] = {}
-        """Host buffers by the address of their storage. They are retained after loading, for reuse."""
+        """Address of a storage -> (storage, size in bytes) while the storages are offloaded; otherwise empty.
+        An offloaded storage has size 0 until it is loaded."""
+        self._host_buffers: dict[int, Tensor] = {}
+        """Address of a storage -> host buffer with its values. Buffers are retained after loading: they are
+        reused by the next offload."""
 
     def copy_to_host(self) -> int:
         """Start to copy the storages to the host, unless they are offloaded; return the bytes copied."""
@@ -183,14 +190,14 @@ class _OffloadedStorages:
             return 0
 
         self._offloaded = {key: (storage, storage.nbytes()) for key, storage in self._storages().items()}
-        if not self._copies:
+        if not self._preserves_values:
             return 0
 
         copied_bytes = 0
         buffers: dict[int, Tensor] = {}
         for key, (storage, size) in self._offloaded.items():
             # Page-locked memory is slow to allocate: reuse the buffer of the last copy.
-            buffer = self._host.get(key)
+            buffer = self._host_buffers.get(key)
             is_new = False
             if buffer is None or len(buffer) != size:
                 buffer = device.allocate_host_buffer(size)
@@ -203,7 +210,7 @@ class _OffloadedStorages:
                 copied_bytes += size
 
         # Buffers of storages that no longer exist are dropped here.
-        self._host = buffers
+        self._host_buffers = buffers
         self.stale = False
         return copied_bytes
 
@@ -219,8 +226,8 @@ class _OffloadedStorages:
         copied_bytes = 0
         for key, (storage, size) in self._offloaded.items():
             storage.resize_(size)
-            if self._copies:
-                _view_as_bytes(storage).copy_(self._host[key], non_blocking=True)
+            if self._preserves_values:
+                _view_as_bytes(storage).copy_(self._host_buffers[key], non_blocking=True)
                 copied_bytes += size
             else:
                 _view_as_bytes(storage).zero_()

@@ -63,7 +63,8 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Indices of the rows in the batch."""
     inputs: Tensor
-    """[1, T] token ids of this context-parallel rank, padded at the end to the layout's multiple."""
+    """[1, T] token ids of this context-parallel rank; the sequence of all ranks is padded at the end to a
+    multiple of `ParallelModel.token_multiple`."""
     packing: Any
     """Row boundaries, in the format of the model's attention."""
     index: Tensor
@@ -78,7 +79,7 @@ class MicroBatch:
     """Tokens to which each selected token's distribution is restricted, or None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
     """Rules that changed the logits before sampling, or None for a batch without rules."""
-    buckets: Tensor | TopTokens | None
+    top_tokens: Tensor | TopTokens | None
     """[n, k] tokens whose log-probs a distillation loss reads, or a request for the most likely tokens; None
     for passes without either."""
     squared_probs: bool
@@ -98,7 +99,7 @@ def build_microbatches(
     output_mask: Tensor,
     from_previous_token: bool = True,
     rows_per_unit: int = 1,
-    has_loss: bool = False,
+    for_loss: bool = False,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
@@ -111,21 +112,21 @@ def build_microbatches(
     of the token itself.
 
     ``rows_per_unit`` consecutive rows, such as the two responses of a preference pair, stay in one
-    micro-batch. With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for
-    the loss. ``top_tokens`` and ``squared_probs`` request further outputs: the most likely tokens of each
-    distribution, and the sum of its squared probabilities.
+    micro-batch. With ``for_loss``, each micro-batch on the last pipeline stage also carries the fields of the
+    batch that the loss reads. ``top_tokens`` and ``squared_probs`` request further outputs: the most likely
+    tokens of each distribution, and the sum of its squared probabilities.
 
     Returns the micro-batches and two metrics of this rank's shard. ``padding/fraction`` is the fraction of
-    padding among the tokens of the micro-batches. ``padding/attention_fraction`` is the fraction of padding
-    among the tokens of the buckets of `PackedAttention`.
+    padding among the tokens of the micro-batches. Attention without a variable-length kernel pads batches of
+    rows of similar length; ``padding/attention_fraction`` is the fraction of padding in these batches.
     """
     layout = model.groups.layout
     data_rank = model.groups.coordinates.data
 
-    # The interleaved schedule requires a multiple of the pipeline's size.
-    multiple = 1
+    # The interleaved schedule requires that the pipeline's size divides the number of micro-batches.
+    microbatch_count_multiple = 1
     if layout.virtual_pipeline > 1:
-        multiple = layout.pipeline
+        microbatch_count_multiple = layout.pipeline
 
     # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair: attention of a
     # row of 12 h tokens costs as much as its linear layers.
@@ -134,7 +135,11 @@ def build_microbatches(
     # All ranks compute the same partition of units of rows, and select the units of their data-parallel rank.
     unit_lengths = batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
     units_by_rank = partition_rows(
-        unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, attention_crossover_length
+        unit_lengths,
+        model.groups.data.size(),
+        tokens_per_microbatch,
+        microbatch_count_multiple,
+        attention_crossover_length,
     )
     microbatches = []
     for units in units_by_rank[data_rank]:
@@ -144,15 +149,17 @@ def build_microbatches(
             rows += range(first_row, first_row + rows_per_unit)
         microbatches.append(
             _pack_microbatch(
-                model, batch, rows, output_mask, from_previous_token, has_loss, top_tokens, squared_probs
+                model, batch, rows, output_mask, from_previous_token, for_loss, top_tokens, squared_probs
             )
         )
 
-    # Measure the padding of micro-batches to the layout's multiple, and of rows to buckets.
+    # Measure the padding at the end of micro-batches: their number of tokens is a multiple of
+    # `ParallelModel.token_multiple`.
     padded_tokens = sum(microbatch.inputs.shape[1] for microbatch in microbatches) * layout.context
     num_tokens = sum(microbatch.tokens for microbatch in microbatches)
     padding_metrics = Metrics.mean("padding/fraction", padded_tokens - num_tokens, padded_tokens)
 
+    # Measure the padding of rows in the buckets of `PackedRows`, if attention uses buckets.
     packings = [
         microbatch.packing for microbatch in microbatches if isinstance(microbatch.packing, PackedRows)
     ]
@@ -212,7 +219,7 @@ def _pack_microbatch(
     rows: list[int],
     output_mask: Tensor,
     from_previous_token: bool,
-    has_loss: bool,
+    for_loss: bool,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> MicroBatch:
@@ -238,8 +245,8 @@ def _pack_microbatch(
     if rules is not None:
         temperature = token_temperatures(temperature, lengths, rules)
 
-    # Pad to the layout's multiple. A micro-batch without rows is all padding, since every data-parallel rank
-    # runs equally many micro-batches.
+    # Pad to a multiple of `token_multiple`. A micro-batch without rows has only padding, since every
+    # data-parallel rank runs equally many micro-batches.
     multiple = model.token_multiple
     padding = -len(tokens) % multiple
     if not rows:
@@ -257,7 +264,7 @@ def _pack_microbatch(
     selected = selected[(state_positions >= shard_start) & (state_positions < shard_start + len(inputs))]
 
     loss_batch = None
-    if has_loss and model.groups.is_last_stage:
+    if for_loss and model.groups.is_last_stage:
         # The loss reads neither experts, supports nor a teacher's tokens, so they are not copied.
         loss_batch = replace(
             batch, experts=None, support_sizes=None, support=None, teacher_top_ids=None
@@ -266,10 +273,10 @@ def _pack_microbatch(
     row_rules = None
     if rules is not None:
         row_rules = build_row_rules(rules, lengths, tokens, selected)
-    buckets: Tensor | TopTokens | None = top_tokens
-    bucket_ids = getattr(batch, "teacher_top_ids", None)
-    if bucket_ids is not None:
-        buckets = bucket_ids[positions[selected]].long()
+    requested_tokens: Tensor | TopTokens | None = top_tokens
+    top_ids = getattr(batch, "teacher_top_ids", None)
+    if top_ids is not None:
+        requested_tokens = top_ids[positions[selected]].long()
 
     return MicroBatch(
         rows=tuple(rows),
@@ -281,7 +288,7 @@ def _pack_microbatch(
         temperature=temperature[selected],
         support=_select_support(batch, positions[selected]),
         rules=row_rules,
-        buckets=buckets,
+        top_tokens=requested_tokens,
         squared_probs=squared_probs,
         tokens=len(tokens),
         routed=_select_routed_tokens(model, batch, rows, positions, padding),
@@ -462,10 +469,14 @@ def forward_backward(
 ) -> tuple[list[TokenOutputs], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
-    ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
-    loss and metrics. The loss is a weighted sum over the n tokens, whose weights are normalised over the
-    whole mini-batch. For a batch with a teacher's most likely tokens, ``bucket_log_probs`` [n, k + 1] is
-    another argument. Gradients add up over micro-batches and data-parallel ranks without any scaling.
+    ``objective(rows, *outputs)`` returns a loss and metrics of one micro-batch. ``rows`` has the
+    micro-batch's rows of the batch. ``outputs`` are the head's outputs for the n tokens of these rows, each
+    [n]: log-probs and entropy, or values. The loss is a weighted sum over the n tokens, whose weights are
+    normalised over the whole mini-batch. Gradients add up over micro-batches and data-parallel ranks without
+    any scaling.
+
+    If the batch has a teacher's k most likely tokens, ``objective`` has the keyword argument
+    ``top_log_probs`` [n, k + 1]: the model's log-probs of these tokens, then of all other tokens together.
 
     ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
     runs out of memory, after ``clear`` has zeroed the gradients.
@@ -476,7 +487,7 @@ def forward_backward(
 
     def compute(max_tokens: int) -> tuple[list[Any], Metrics]:
         microbatches, padding_metrics = build_microbatches(
-            model, batch, max_tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
+            model, batch, max_tokens, output_mask, from_previous_token, rows_per_unit, for_loss=True
         )
         for chunk in model.wrapped:
             chunk.train()
@@ -516,7 +527,7 @@ def forward_loss(
             output_mask,
             from_previous_token,
             rows_per_unit,
-            has_loss=True,
+            for_loss=True,
         )
         for chunk in model.wrapped:
             chunk.eval()
@@ -536,10 +547,11 @@ def _make_loss_function(
     def loss_function(
         microbatch: MicroBatch, *outputs: Tensor
     ) -> tuple[Tensor, tuple[TokenOutputs, Metrics]]:
-        # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
+        # If the batch has a teacher's k most likely tokens, the last output [n, k + 1] has the log-probs of
+        # these tokens and of all other tokens together. The other outputs have one dimension.
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
-            arguments["bucket_log_probs"] = outputs[-1]
+            arguments["top_log_probs"] = outputs[-1]
             outputs = outputs[:-1]
 
         loss, metrics = objective(microbatch.batch, *outputs, **arguments)
@@ -739,7 +751,7 @@ def _forward_step(
             microbatch.temperature,
             microbatch.support,
             microbatch.rules,
-            microbatch.buckets,
+            microbatch.top_tokens,
             microbatch.squared_probs,
         )
 

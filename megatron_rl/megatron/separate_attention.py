@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_rl.shapes.blocks.attention import Attention
 
 
-class SeparateSelfAttention(SelfAttention):
-    """Self-attention whose head size and number of key-value heads may differ between layers.
+class PerLayerSelfAttention(SelfAttention):
+    """Self-attention whose head size and number of key-value heads differ from the TransformerConfig.
 
     With ``keys_are_values`` there is no projection to values: a head's value is its key before norm and
     rotary embedding. With ``value_norm`` each value is divided by its root mean square.
@@ -80,7 +80,7 @@ class SeparateSelfAttention(SelfAttention):
             # The ranks that share a group have different queries of the group.
             query = query.chunk(ranks_per_group, dim=-2)[rank % ranks_per_group]
 
-        # In Megatron's annotations norms are not callable modules.
+        # Megatron annotates the norms with a type that is not callable.
         modules: Any = self
         if modules.q_layernorm is not None:
             query = modules.q_layernorm(query)
@@ -96,15 +96,19 @@ class SeparateSelfAttention(SelfAttention):
         return query, key, value
 
 
-def separate_attention_spec(layer: Any, mixer: Attention) -> Any:
-    """Return a copy of a layer's spec whose attention has the head size and key-value heads of ``mixer``."""
+def per_layer_attention_spec(layer: Any, mixer: Attention) -> Any:
+    """Return a copy of a layer's spec with a `PerLayerSelfAttention` for the attention of this layer.
+
+    ``mixer`` has the layer's head size and number of key-value heads, which differ from the
+    TransformerConfig. It also determines whether keys are values and whether values are normalised.
+    """
     attention = layer.submodules.self_attention
     params = dict(attention.params or {})
     params["head_dim"] = mixer.head_dim
     params["kv_heads"] = mixer.kv_heads
     params["keys_are_values"] = mixer.keys_are_values
     params["value_norm"] = mixer.value_norm
-    attention = replace(attention, module=SeparateSelfAttention, params=params)
+    attention = replace(attention, module=PerLayerSelfAttention, params=params)
 
     layer_modules = replace(layer.submodules, self_attention=attention)
     return replace(layer, submodules=layer_modules)

@@ -90,7 +90,7 @@ def _quick_gelu(hidden: Tensor) -> Tensor:
     """Compute the sigmoid approximation of GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
 
     Megatron's function computes the same, but it is compiled: torch recompiles it for each number of tokens,
-    which takes a minute on a host, and the compiled code rounds differently.
+    which takes a minute on CPU, and the compiled code rounds differently.
     """
     return hidden * torch.sigmoid(1.702 * hidden)
 

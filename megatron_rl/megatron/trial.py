@@ -97,7 +97,7 @@ def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
     a quarter of the time.
     """
     if not complete_import:
-        _skip_package_imports()
+        _avoid_slow_imports()
 
     # Megatron's modules have circular imports, which work if this module is imported first.
     import megatron.core.parallel_state  # noqa: F401
@@ -108,8 +108,11 @@ def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
     return transformer_config, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
-def _skip_package_imports() -> None:
-    """Make imports of Megatron's modules skip the __init__.py files of packages, and torch.compile."""
+def _avoid_slow_imports() -> None:
+    """Make later imports of Megatron's modules fast: run no package's ``__init__.py``, and compile nothing.
+
+    `torch.compile` is replaced by a function that returns its argument.
+    """
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]

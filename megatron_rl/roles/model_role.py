@@ -117,7 +117,7 @@ class ModelRole:
 
     def resident(self, level: ResidencyLevel = ResidencyLevel.TRAINING) -> AbstractContextManager[None]:
         """Keep the tensors that ``level`` includes in device memory inside the block."""
-        if not self.residency.moves:
+        if not self.residency.can_offload:
             return nullcontext()
         return self.residency.resident(level)
 

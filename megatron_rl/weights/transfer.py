@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import gather_objects, rank_in_world_or_span
+from megatron_rl.distributed.exchange import gather_objects, global_rank
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
@@ -359,7 +359,7 @@ def gather_box_groups(
     A rank without boxes passes None. ``dtypes`` maps this rank's parameters to dtypes. Ranks compare digests
     of their boxes first, so that equal boxes are sent once. Collective over the group.
     """
-    rank = rank_in_world_or_span(group)
+    rank = global_rank(group)
 
     # Leave out the rank and the dtypes of parameters without boxes, so that replicas have equal content.
     content = None

@@ -8,7 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megatron_rl.distributed.groups import join_span, leave_span
+from megatron_rl.distributed.groups import join_cross_job_group, leave_cross_job_group
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.types import GenerationRequest
@@ -74,7 +74,7 @@ class LetterOffice:
 
     def reset(self) -> None:
         if self._group is not None:
-            leave_span(self._group)
+            leave_cross_job_group(self._group)
         self._transfer = None
         self._group = None
 
@@ -90,7 +90,7 @@ class LetterOffice:
         """Join the group of trainers and workers, and plan the weight sync. Collective over both."""
         # The server's ranks follow the trainers' in the shared group.
         self._engine = self._make_engine(trainers)
-        self._group = join_span(address, port, trainers, trainers + workers)
+        self._group = join_cross_job_group(address, port, trainers, trainers + workers)
         self._transfer = HybridEngine(
             None,
             self._engine,

@@ -113,7 +113,7 @@ def decayed(values: Tensor, rate: Tensor) -> Tensor:
 
 
 class DecayLayer(MegatronModule):
-    gathers_rows = True
+    needs_bucketed_rows = True
 
     def __init__(self, config: Any, layer_number: int, *, mixer: Decay, **_: Any) -> None:
         super().__init__(config)

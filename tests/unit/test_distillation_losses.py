@@ -25,8 +25,8 @@ from megatron_rl.algorithms.kl import TopKDivergence
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.megatron import log_probs as head
 from megatron_rl.megatron.log_probs import (
-    BucketGradients,
     Support,
+    TopTokenGradients,
     TopTokens,
     VocabularyShard,
     make_support,
@@ -54,7 +54,7 @@ def head_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tenso
     return states, weight, targets, temperature
 
 
-def bucket_ids(targets: Tensor) -> Tensor:
+def top_ids(targets: Tensor) -> Tensor:
     """Return distinct ids [n, 4] of which one is the target in every other row, and one is absent in some."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randperm(VOCABULARY, generator=generator)[:4] for _ in targets]
@@ -122,11 +122,11 @@ def test_buckets_equal_the_dense_softmax_in_values_and_gradients(
     chunk: int, cap: float | None, truncated: bool
 ) -> None:
     states, weight, targets, temperature = head_case()
-    ids = bucket_ids(targets)
+    ids = top_ids(targets)
     support, outside = truncation(targets) if truncated else (None, None)
     shard = VocabularyShard(0, VOCABULARY, ALONE, cap)
     *scalars, log_buckets = vocab_parallel_log_probs(
-        states, weight, targets, temperature, shard, chunk, support=support, bucket_ids=ids
+        states, weight, targets, temperature, shard, chunk, support=support, top_ids=ids
     )
     *expected_scalars, expected = dense_outputs(states, weight, targets, temperature, ids, cap, outside)
     for actual, reference in zip((*scalars, log_buckets.exp()), (*expected_scalars, expected), strict=True):
@@ -144,26 +144,26 @@ def test_buckets_equal_the_dense_softmax_in_values_and_gradients(
 def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
     """Statistics and gradients of each shard of the weight, without a process group."""
     states, weight, targets, temperature = head_case()
-    ids = bucket_ids(targets)
+    ids = top_ids(targets)
     expected = dense_outputs(states, weight, targets, temperature, ids)
     rows = PADDED // parts
     shards = [VocabularyShard(part * rows, VOCABULARY, ALONE) for part in range(parts)]
     pieces = [weight[shard.start : shard.start + rows].detach() for shard in shards]
     stats = [
-        head.softmax_statistics(states.detach(), piece, targets, temperature, shard, 4, bucket_ids=ids)
+        head.softmax_statistics(states.detach(), piece, targets, temperature, shard, 4, top_ids=ids)
         for shard, piece in zip(shards, pieces, strict=True)
     ]
-    log_normaliser, *scalars, log_buckets = head._compute_bucket_outputs(torch.stack(stats), targets, ids)
+    log_normaliser, *scalars, log_buckets = head._compute_top_token_outputs(torch.stack(stats), targets, ids)
     for actual, reference in zip((*scalars, log_buckets.exp()), expected, strict=True):
         torch.testing.assert_close(actual, reference.detach(), rtol=1e-11, atol=1e-12)
 
     leaves = [tensor.detach().requires_grad_() for tensor in (*scalars, log_buckets)]
     slopes = torch.autograd.grad(mixed_loss(*leaves[:2], leaves[2].exp()), leaves)
-    buckets = BucketGradients(ids, log_buckets, slopes[2])
+    buckets = TopTokenGradients(ids, log_buckets, slopes[2])
     gradients = [
         head._compute_gradients(
             states.detach(), piece, targets, temperature, log_normaliser, scalars[1], *slopes[:2], shard, 4,
-            buckets=buckets,
+            top_tokens=buckets,
         )
         for shard, piece in zip(shards, pieces, strict=True)
     ]  # fmt: skip
@@ -192,8 +192,8 @@ def test_divergences_of_confident_models_are_those_of_float64(divergence: str, s
         actor = (states.detach().to(dtype) * scale).requires_grad_()
         arguments = (weight.detach().to(dtype), targets, temperature.to(dtype))
         shard = VocabularyShard(0, VOCABULARY, ALONE)
-        *_, teacher = vocab_parallel_log_probs(teacher_states.to(dtype), *arguments, shard, bucket_ids=ids)
-        *_, student = vocab_parallel_log_probs(actor, *arguments, shard, bucket_ids=ids)
+        *_, teacher = vocab_parallel_log_probs(teacher_states.to(dtype), *arguments, shard, top_ids=ids)
+        *_, student = vocab_parallel_log_probs(actor, *arguments, shard, top_ids=ids)
         if dtype == torch.float64:
             log_p, log_q = (
                 dense_outputs(tensor, *arguments, ids)[2].log() for tensor in (teacher_states.double(), actor)
@@ -228,7 +228,7 @@ def test_no_token_keeps_the_graph_of_the_buckets() -> None:
         torch.zeros(0, dtype=torch.long),
         torch.ones(0),
         VocabularyShard(0, VOCABULARY, ALONE),
-        bucket_ids=torch.zeros((0, 4), dtype=torch.long),
+        top_ids=torch.zeros((0, 4), dtype=torch.long),
     )
     assert buckets.shape == (0, 5) and buckets.requires_grad
     assert all(not gradient.any() for gradient in torch.autograd.grad(buckets.sum(), (states, weight)))
@@ -308,7 +308,7 @@ def test_the_loss_is_added_to_that_of_rewards_with_its_coefficient(divergence: s
     plain = algorithm_of("grpo")
     log_probs, entropy = (values[minibatch.tokens] for values in policy(BATCH))
     loss, found = policy_objective(
-        algorithm, minibatch, log_probs, entropy, bucket_log_probs=actor[minibatch.tokens]
+        algorithm, minibatch, log_probs, entropy, top_log_probs=actor[minibatch.tokens]
     )
     without, _ = policy_objective(plain, minibatch, log_probs, entropy)
 
@@ -345,7 +345,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient() -> None:
                 micro,
                 log_probs[micro.tokens],
                 entropy[micro.tokens],
-                bucket_log_probs=actor[micro.tokens],
+                top_log_probs=actor[micro.tokens],
             )
             total, metrics = total + loss, metrics + found
         results.append((*torch.autograd.grad(total, actor), metrics.values()))
@@ -379,7 +379,7 @@ def test_a_batch_without_the_columns_is_refused() -> None:
             replace(minibatch, teacher_top_log_probs=None),
             log_probs,
             entropy,
-            bucket_log_probs=actor[minibatch.tokens],
+            top_log_probs=actor[minibatch.tokens],
         )
 
 
@@ -429,11 +429,11 @@ def test_a_users_own_divergence_by_path(tmp_path: Path) -> None:
     algorithm, minibatch, _, actor = distilled_step("distillation", distillation=piece)
     log_probs, entropy = (values[minibatch.tokens] for values in policy(BATCH))
     buckets = actor[minibatch.tokens]
-    loss, _ = policy_objective(algorithm, minibatch, log_probs, entropy, bucket_log_probs=buckets)
+    loss, _ = policy_objective(algorithm, minibatch, log_probs, entropy, top_log_probs=buckets)
     assert minibatch.teacher_top_log_probs is not None
     distance = (buckets.exp() - minibatch.teacher_top_log_probs.exp()).abs().sum(1) / 2
     torch.testing.assert_close(loss, (minibatch.loss_weights * distance**2).sum())
 
     scalar = algorithm_of("distillation", distillation={"name": f"{file}:Scalar", "k": 3})
     with pytest.raises(UserError, match=r"Scalar\.token_loss"):
-        policy_objective(scalar, minibatch, log_probs, entropy, bucket_log_probs=buckets)
+        policy_objective(scalar, minibatch, log_probs, entropy, top_log_probs=buckets)

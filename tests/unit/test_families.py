@@ -217,7 +217,7 @@ def test_sparse_attention_is_trained_on_rows_where_it_is_dense(family: str, work
     saved = workspace / "saved"
     reference = save_model(family, saved, index_topk=24)
     dense = AutoModelForCausalLM.from_config(
-        read_hf_config(saved, of_engine=True), attn_implementation="eager"
+        read_hf_config(saved, for_engine=True), attn_implementation="eager"
     )
     names = [name for name in reference.state_dict() if ".indexer." not in name]
     dense.load_state_dict({name: reference.state_dict()[name] for name in names})

@@ -56,7 +56,10 @@ def finish_blocks(chunk: Any, spec: ModelSpec) -> None:
 def _group_layers_by_sublayer(
     layers: Iterable[Any], shape: ModelShape
 ) -> dict[Mixer | FeedForward, list[Any]]:
-    """Return the layers that have each mixer and each feed-forward."""
+    """Group the layers by their mixer, and again by their feed-forward.
+
+    A mixer is a layer's attention or what replaces it. Each layer is in two groups of the result.
+    """
     layers_by_sublayer: dict[Mixer | FeedForward, list[Any]] = {}
     for layer in layers:
         # Megatron numbers layers from 1, over the whole model.

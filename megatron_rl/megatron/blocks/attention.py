@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.megatron.blocks.builder import BlockBuilder, LayerOptions
 from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group, prepare_local_rotation
 from megatron_rl.megatron.norms import replace_query_key_norms
-from megatron_rl.megatron.separate_attention import separate_attention_spec
+from megatron_rl.megatron.separate_attention import per_layer_attention_spec
 from megatron_rl.shapes.blocks.attention import Attention
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -27,21 +27,24 @@ class AttentionBuilder(BlockBuilder[Attention]):
             allow_shared_heads()
 
     def layer_spec(self, layer: Any, sublayer: Attention, options: LayerOptions) -> Any:
-        """Return the layer's spec, with a separate attention module if this layer has its own head size."""
+        """Return a layer's spec, with an attention module for the layer's own head size if it has one."""
         # Megatron's configuration has a single head size for all layers.
         if not sublayer.head_dim:
             return layer
 
-        return separate_attention_spec(layer, sublayer)
+        return per_layer_attention_spec(layer, sublayer)
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add features that no layer spec can express: norms over all heads, and local rotary angles.
+        """Add the features of built attention layers that no layer spec can express.
 
-        If tensor-parallel ranks share key-value heads, projections also use the role's own process group.
+        These are norms of queries and keys over all heads together, and separate rotary angles in layers with
+        a sliding window. If tensor-parallel ranks share key-value heads, the projections get the model's
+        tensor-parallel group.
         """
         shape = spec.model.shape
 
-        # Some versions of Megatron would use the process-global group, which does not exist.
+        # Without this group, some versions of Megatron would use the process-global group, which does not
+        # exist.
         if spec.shares_heads:
             for layer in layers:
                 bind_tensor_group(layer.self_attention)

@@ -39,15 +39,13 @@ class BlockBuilder(Generic[Sublayer]):
         """Patch Megatron's modules in this process, before the TransformerConfig is created. Idempotent."""
 
     def layer_spec(self, layer: Any, sublayer: Sublayer, options: LayerOptions) -> Any:
-        """Return Megatron's ``layer`` spec with the module of ``sublayer``.
+        """Return the spec of a Megatron layer with the module for ``sublayer``, its mixer or feed-forward.
 
-        Layers may share one spec: return a changed copy, or change all layers alike.
+        ``layer`` is the ModuleSpec so far. The default returns it unchanged, which selects Megatron's own
+        module. An override may return a modified copy. It may modify ``layer`` itself only if it modifies the
+        specs of all layers in the same way, since layers may share one spec.
         """
-        # The default: Megatron's own module.
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add features that no setting of Megatron expresses.
-
-        ``layers`` are the built layers that have this block.
-        """
+        """Modify the built ``layers`` that have this block, for features without a setting in Megatron."""

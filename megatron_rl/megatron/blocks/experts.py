@@ -1,4 +1,4 @@
-"""Builder of mixtures of experts: Megatron's own, which also run on hosts and with biases."""
+"""Builder of mixtures of experts: Megatron's own, which also run on CPU and with biases."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class ExpertsBuilder(BlockBuilder[Experts]):
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make the built experts add their biases correctly in any layout; no effect without biases."""
-        # Megatron adds them in place, which autograd refuses in some layouts.
+        """Change the experts of built ``layers`` so that autograd accepts how they add their biases."""
+        # Megatron adds an expert's bias in place. If an expert is on a single rank, the bias is added to the
+        # output of a collective over one rank, and autograd refuses the operation.
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.megatron.blocks.builder import BlockBuilder, LayerOptions
 from megatron_rl.megatron.layers import (
     clear_transformer_engine_flag,
-    fit_latent_spec,
     prepare_latent_attention,
+    use_latent_attention,
 )
 from megatron_rl.shapes.blocks.latent_attention import LatentAttention
 from megatron_rl.shapes.layout import ParallelLayout
@@ -27,9 +27,10 @@ class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
         clear_transformer_engine_flag()
 
     def layer_spec(self, layer: Any, sublayer: LatentAttention, options: LayerOptions) -> Any:
-        """Set the attention module of the layer's spec to `LatentSelfAttention`; return the same spec."""
-        # In place: every layer of these models has latent attention.
-        fit_latent_spec(layer, options.tensor_group)
+        """Set the attention module of a layer's spec to `LatentSelfAttention`; return the same spec."""
+        # Layers may share this spec. It can be modified in place, since a model with latent attention has it
+        # in every layer.
+        use_latent_attention(layer, options.tensor_group)
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:

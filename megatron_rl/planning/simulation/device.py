@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.budget import Usage
 from megatron_rl.distributed import device
-from megatron_rl.megatron.experts import convert_host_counts
+from megatron_rl.megatron.experts import convert_cpu_tensor
 
 _aten = torch.ops.aten
 _NO_KERNEL = frozenset(
@@ -448,7 +448,7 @@ def _route_evenly(simulation: Simulation) -> Iterator[None]:
         return counts.repeat(group.size())
 
     dispatcher_class.preprocess = preprocess_evenly
-    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_cpu_tensor
     try:
         yield
     finally:

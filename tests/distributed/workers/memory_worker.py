@@ -165,9 +165,9 @@ def check_measured(role: ModelRole, batch: Any) -> None:
         total=9000,
     )
 
-    def read_memory(restart_peak: bool = False) -> device.MemoryReading:
+    def read_memory(reset_peak: bool = False) -> device.MemoryReading:
         # A pass restarts the measurement of the peak when it begins.
-        if restart_peak:
+        if reset_peak:
             return begin
         return end
 

@@ -40,7 +40,7 @@ def scarce_train_step(source: Any, roles: Any, *arguments: Any) -> Any:
         return original_train_step(source, roles, *arguments)
 
 
-def simulated_reading(*, restart_peak: bool = False) -> device.MemoryReading:
+def simulated_reading(*, reset_peak: bool = False) -> device.MemoryReading:
     """Return the memory reading that ``MEASURED`` describes."""
     begin = int(float(os.environ["MEASURED"])) - MIB
     # Ranks differ, so that the smallest micro-batch of all ranks has to be agreed on.

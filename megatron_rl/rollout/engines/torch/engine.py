@@ -179,7 +179,7 @@ class TorchEngine:
         # an indexer of sparse attention. And it fails on an index without metadata.
         is_loadable = pretrained.loads_as_stored and index_has_metadata(Path(path))
         bypasses_transformers = has_tensors and not is_loadable
-        config = read_hf_config(path, of_engine=True)
+        config = read_hf_config(path, for_engine=True)
         if has_tensors and not bypasses_transformers:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:
