@@ -15,7 +15,7 @@ from config_workspace import write_workspace
 
 from megatron_rl.cli.main import COMMANDS, main
 from megatron_rl.config.load import flatten, load, load_config
-from megatron_rl.launcher import PATIENCE
+from megatron_rl.launcher import REPORT_SECONDS
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -417,7 +417,7 @@ def test_one_rank_speaks(workspace: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(PATIENCE / 2)
+    time.sleep(REPORT_SECONDS / 2)
     assert other.poll() is None, "it waits for rank 0"
     shown = other.communicate(timeout=60)[1]
     assert shown.startswith("rank 1 on ") and "`steps` is out of range" in shown and other.returncode == 2

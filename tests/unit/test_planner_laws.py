@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from peers import model_flops_per_token, volume
+from peers import model_flops_per_token, predict_sync_volume
 
 from megatron_rl.planning.predict.batch import StepBatch, attended_context, response_lengths
 from megatron_rl.planning.predict.generate import (
@@ -262,9 +262,9 @@ def test_sync_volume_equals_hybridflow_table_2() -> None:
     layout, rollout = cut(tensor=8, data=16), RolloutLayout(tensor=2, replicas=64)
     machine = Machine(CONSTANTS.cluster("a100", 128), CONSTANTS)
     size = 2.0 * shape.parameters
-    strided = volume(shape, layout, rollout, "strided_reshard", machine)
+    strided = predict_sync_volume(shape, layout, rollout, "strided_reshard", machine)
     assert (strided.received, strided.peak, strided.redundant) == (6 / 16 * size, size / 2, 0.0)
-    gathered = volume(shape, layout, rollout, "gather_and_load", machine)
+    gathered = predict_sync_volume(shape, layout, rollout, "gather_and_load", machine)
     assert (gathered.received, gathered.peak, gathered.redundant) == (7 / 8 * size, size, size / 8)
 
 
