@@ -258,7 +258,7 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
     value = _translate_value(counterpart, setting.value)
     if value == REMOVED:
         message += f", and {_format_short_value(setting.value)} has no effect"
-        return setting.as_error(message, "no line", "remove the line", counterpart.source)
+        return setting.as_error(message, "no line", "remove the line", counterpart.origin_suffix)
 
     replacement = _try_replacement(setting, our_key, value, counterpart.piece)
 
@@ -282,7 +282,7 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
     else:
         fix = f"write `{replacement.line}`"
-    return setting.as_error(message, expected, fix, counterpart.source)
+    return setting.as_error(message, expected, fix, counterpart.origin_suffix)
 
 
 def _similar_name_error(setting: _UnknownSetting) -> UserError | None:

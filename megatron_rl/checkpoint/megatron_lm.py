@@ -152,13 +152,13 @@ def _build_state(
 ) -> dict[str, Any]:
     """Build Megatron-LM's checkpoint state: arguments, iteration and the sharded weights of this rank.
 
-    It has no optimizer, learning-rate schedule or random generators.
+    The state has no optimizer, learning-rate schedule or random generators.
     """
     saved_arguments = {name: _torch_value(value) for name, value in arguments.items()}
     saved_arguments |= {
         "iteration": iteration,
-        # If Megatron-LM runs with the same two sizes, it loads the random generators unless `no_save_rng` is
-        # set.
+        # If Megatron-LM runs with these tensor- and pipeline-parallel sizes, it loads the states of the
+        # random generators. The checkpoint has no such states, so `no_save_rng` below disables this.
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,

@@ -49,13 +49,13 @@ from megatron_rl.config.checkpoint_meta import (
     loads_without_resharding,
     model_identity,
     optimizer_kind,
-    optimizer_layout,
     read_meta,
     require_layout,
     require_roles,
     require_same_model,
     require_same_properties,
     require_state_format,
+    saved_optimizer_format,
     write_meta,
 )
 from megatron_rl.distributed import device
@@ -96,7 +96,7 @@ def save_checkpoint(
     keep: int | None = None,
     best_steps: Collection[int] = (),
     *,
-    layout: str = ANY,
+    optimizer_format: str = ANY,
     in_background: bool = False,
 ) -> PendingCheckpoint:
     """Write a checkpoint into ``directory``, complete or not at all, and prune older checkpoints.
@@ -110,8 +110,9 @@ def save_checkpoint(
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, or None for all.
         best_steps: steps whose checkpoints are retained in addition.
-        layout: format of distributed optimizers: complete states, which every layout can load (`ANY`), or
-            the shards of this layout (`SAME`).
+        optimizer_format: how distributed optimizers are saved, a value of `checkpoint.optimizer_layout`.
+            `ANY` saves complete states, which every parallel layout can load. `SAME` saves the shards of
+            this layout.
         in_background: write from copies, so that the models may change meanwhile; the caller must call
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
@@ -135,7 +136,7 @@ def save_checkpoint(
 
         role_meta = None
         if role.model is not None:
-            role_meta = _role_meta(role.model, role.optimizer, layout)
+            role_meta = _role_meta(role.model, role.optimizer, optimizer_format)
         roles_meta[name] = _broadcast_from_layout(role_meta, role.model)
 
     run_state = _broadcast_from_layout(dict(state), roles[actor_name].model)
@@ -147,7 +148,7 @@ def save_checkpoint(
     state_path = partial_folder / "state.pt"
 
     def prepare() -> None:
-        _prepare_folders(final, roles, layout, checkpoint_bytes)
+        _prepare_folders(final, roles, optimizer_format, checkpoint_bytes)
 
     def write_rank_files() -> None:
         torch.save(_generator_states(), generator_path)
@@ -170,11 +171,15 @@ def save_checkpoint(
             needs_copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = plan_tensor_write(
-                    partial_folder / name, role.model, role.optimizer, layout, copy_host_tensors=needs_copies
+                    partial_folder / name,
+                    role.model,
+                    role.optimizer,
+                    optimizer_format,
+                    copy_host_tensors=needs_copies,
                 )
             writes.append(write)
             files += write.files
-            if layout == SAME:
+            if optimizer_format == SAME:
                 files += write_shard_index(partial_folder / name, role.model, role.optimizer)
     except Exception as error:
         raise convert_write_error(error, final) from error
@@ -186,26 +191,31 @@ def save_checkpoint(
 
 
 def _prepare_folders(
-    final: Path,
+    checkpoint_folder: Path,
     roles: Mapping[str, TrainedRole],
-    layout: str,
+    optimizer_format: str,
     checkpoint_bytes: float,
 ) -> None:
-    """Create the folders of a checkpoint; raise UserError if it cannot be written.
+    """Create the partial folder of a checkpoint; raise UserError if the checkpoint cannot be written.
 
-    ``checkpoint_bytes`` is the size of the complete checkpoint, which is compared with the free disk space.
+    The partial folder is renamed to ``checkpoint_folder`` when the checkpoint is complete.
+    ``optimizer_format`` is `ANY` if distributed optimizers are saved as complete states, and `SAME` if they
+    are saved as shards. ``checkpoint_bytes`` is the size of the complete checkpoint, which is compared with
+    the free disk space.
     """
-    if layout == SAME:
+    if optimizer_format == SAME:
         for role in roles.values():
             require_savable_shards(role.optimizer)
 
     if device.rank() == 0:
         # Remove the partial folder of a save that was killed.
-        durable.remove_path(partial_path(final))
-        final.parent.mkdir(parents=True, exist_ok=True)
-        durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
+        partial_folder = partial_path(checkpoint_folder)
+        durable.remove_path(partial_folder)
+        parent = checkpoint_folder.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        durable.require_space(parent, checkpoint_bytes, f"the checkpoint {checkpoint_folder.name}")
         for name in (*roles, "rng"):
-            (partial_path(final) / name).mkdir(parents=True)
+            (partial_folder / name).mkdir(parents=True)
 
 
 def _stored_bytes(role: TrainedRole) -> int:
@@ -302,7 +312,7 @@ def load_checkpoint(
         role_folder = folder / name
         with role.weights():
             if loads_without_resharding(role_meta, layouts[name]):
-                load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
+                load_tensors(role_folder, role.model, role.optimizer, saved_optimizer_format(role_meta))
             else:
                 load_shards(role_folder, role.model, role.optimizer)
 
@@ -381,28 +391,32 @@ def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
 def _role_meta(
     model: ParallelModel,
     optimizer: Optimizer | None,
-    layout: str,
+    optimizer_format: str,
 ) -> dict[str, Any]:
-    """Return a role's description in meta.json, which `load_checkpoint` compares with the role to restore.
+    """Return the description of a role's model and optimizer for meta.json.
 
-    ``layout`` is documented in `save_checkpoint`.
+    A load compares the description with its own model and optimizer. ``optimizer_format`` is `ANY` if
+    distributed optimizers are saved as complete states, and `SAME` if they are saved as shards.
     """
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
 
-    # Megatron stores an optimizer that is not distributed like weights, which any layout can read.
-    stored_layout = ANY
+    # If an optimizer is not distributed, Megatron saves complete states whatever the format is.
+    saved_format = ANY
     if is_distributed:
-        stored_layout = layout
+        saved_format = optimizer_format
+
+    # Other parallel layouts can load the shards of Adam, by the index that `write_shard_index` writes. They
+    # cannot load the shards of any other optimizer.
+    has_loadable_index = is_distributed and is_adam and optimizer_format == SAME
 
     return {
         "model": model_identity(describe_model(model.hf_config)),
         "dtype": _dtype_name(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
-        "optimizer_layout": stored_layout,
-        # Only the shards of Adam can be loaded on another layout, by their index.
-        "indexed_shards": is_distributed and is_adam and layout == SAME,
+        "optimizer_layout": saved_format,
+        "indexed_shards": has_loadable_index,
         "adapters": _describe_adapters(model),
         "base": _adapter_base_checksum(model),
         "layout": _layout_meta(model),

@@ -63,7 +63,10 @@ class ParameterBox:
     """Strides of the box in the flattened parameter, in elements, one per dimension."""
 
     def offset_of(self, start: tuple[int, ...]) -> int:
-        """Return the offset in the flattened parameter of the global tensor's element at index ``start``."""
+        """Return the offset of one element in the flattened parameter.
+
+        ``start`` is the element's index in each dimension of the global tensor.
+        """
         offset = self.first
         for index, box_start, stride in zip(start, self.start, self.strides, strict=True):
             offset += (index - box_start) * stride
@@ -163,10 +166,11 @@ def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
-    """Return the boxes of global tensors that a parameter consists of.
+    """Return the slices of global tensors that a parameter contains, with their locations in the parameter.
 
-    ``sharded`` is the parameter's ShardedTensor or ShardedTensorFactory. Returns an empty list if a factory
-    copies the parameter's values, since the boxes are then not views of the parameter.
+    Some parameters, such as fused gate and up projections, contain slices of several global tensors.
+    ``sharded`` is the parameter's ShardedTensor or ShardedTensorFactory. If the factory copies the
+    parameter's values, the copies have no location in the parameter, and the result is an empty list.
     """
     # On the meta device a view has an offset and strides, but no values.
     parameter = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
@@ -348,10 +352,10 @@ def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
 
 
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
-    """Return the error for optimizer state that the checkpoint's index does not contain.
+    """Return the error for optimizer state that the checkpoint's index of shards does not contain.
 
-    ``box`` is the box without state, or None for a parameter that Megatron copies before it shards it: the
-    index cannot contain such a parameter.
+    ``box`` is the slice of a global tensor that has no state. If Megatron's ShardedTensorFactory copies the
+    parameter, ``box`` is unknown and None: `_parameter_boxes` returns no slices, so the index has no entry.
     """
     location = "a parameter whose shards Megatron copies"
     if box is not None:

@@ -190,11 +190,12 @@ class _SaveOutsideLayout(_SaveInProcess):
     """Save strategy of a rank outside the model's layout, which writes nothing."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
-        """Join the collectives of the ranks in the layout. Collective over the world.
+        """Save on a rank that has no shard of the model: take part in the collectives, and write nothing.
 
-        On the ranks in the layout, FullyParallelSaveStrategyWrapper gathers metadata over the world before it
-        saves.
+        ``sharded_state_dict`` is empty. Collective over the world.
         """
+        # Ranks with a shard save through FullyParallelSaveStrategyWrapper, which first gathers metadata over
+        # the world. This rank has no wrapper, so it calls the gather itself.
         determine_global_metadata(sharded_state_dict)
         return super().async_save(sharded_state_dict, checkpoint_dir, *writer_package)
 
@@ -213,15 +214,16 @@ def plan_tensor_write(
     folder: Path,
     model: ParallelModel | None,
     optimizer: Optimizer | None,
-    layout: str,
+    optimizer_format: str,
     *,
     copy_host_tensors: bool,
 ) -> TensorWrite:
     """Plan the write of a model and its optimizer into an empty folder, and copy this rank's shards.
 
-    Ranks outside the model's layout pass None as ``model``. With the ``layout`` `ANY`, complete states of a
-    distributed optimizer are gathered and saved; with `SAME`, its shards are saved. ``copy_host_tensors``:
-    whether tensors in host memory are copied too, as in `TensorWrite`. Collective over the world.
+    Ranks without a shard of the model pass None as ``model``. If ``optimizer_format`` is `ANY`, the complete
+    states of a distributed optimizer are gathered and saved. If it is `SAME`, each rank saves its shards.
+    ``copy_host_tensors``: whether tensors in CPU memory are copied too, as in `TensorWrite`. Collective over
+    the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
@@ -229,7 +231,7 @@ def plan_tensor_write(
             if optimizer is not None:
                 # Before the first step the optimizer has no states: create initial states to save.
                 initialise_states(optimizer)
-            state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
+            state, _ = sharded_state(model, optimizer, is_loading=False, optimizer_format=optimizer_format)
 
         return TensorWrite(folder, model, state, copy_host_tensors=copy_host_tensors)
 
@@ -264,13 +266,13 @@ def load_tensors(
     folder: Path,
     model: ParallelModel | None,
     optimizer: Optimizer | None,
-    layout: str = ANY,
+    optimizer_format: str = ANY,
 ) -> None:
     """Load a model's weights and, with ``optimizer``, its optimizer states in place.
 
-    Ranks outside the model's layout pass None as ``model``. ``layout`` is `ANY` if the checkpoint contains
-    complete states of a distributed optimizer, and `SAME` if it contains their shards. Raises UserError if
-    Megatron cannot read the checkpoint. Collective over the world.
+    Ranks without a shard of the model pass None as ``model``. ``optimizer_format`` is `ANY` if the checkpoint
+    contains complete states of a distributed optimizer, and `SAME` if it contains their shards. Raises
+    UserError if Megatron cannot read the checkpoint. Collective over the world.
     """
     # If data-parallel ranks divide the reading, ranks outside the layout must join additional collectives.
     shares_reading = model is not None and model.groups.data_context.size() > 1
@@ -285,7 +287,9 @@ def load_tensors(
         # Optimizer states must exist before their values can be restored in place.
         if optimizer is not None:
             initialise_states(optimizer)
-        state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
+        state, rank_state = sharded_state(
+            model, optimizer, is_loading=True, optimizer_format=optimizer_format
+        )
         # The type is Any, because in Megatron-Core 0.19.2 the wrapper is not a subclass of the annotated
         # strategy class.
         strategy: Any = FullyParallelLoadStrategyWrapper(
@@ -321,16 +325,17 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
         self._shares_reading = shares_reading
 
     def load(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, sharded_state_dict: Any, checkpoint_dir: Path, *save_settings: Any
+        self, sharded_state_dict: Any, checkpoint_dir: Path, *async_strategy: Any
     ) -> Any:
-        """Join the collectives of a load.
+        """Load on a rank that has no shard of the model: take part in the collectives, and read nothing.
 
-        ``save_settings`` are arguments that newer versions of Megatron add.
+        ``sharded_state_dict`` is empty. ``async_strategy`` is an argument that newer versions of Megatron
+        pass, and older versions do not.
         """
-        loaded = super().load(sharded_state_dict, checkpoint_dir, *save_settings)
+        loaded = super().load(sharded_state_dict, checkpoint_dir, *async_strategy)
         if self._shares_reading:
-            # The ranks in the layout load objects and tensors in two steps, then exchange the objects.
-            super().load({}, checkpoint_dir, *save_settings)
+            # The ranks with a shard load objects and tensors in two steps, then exchange the objects.
+            super().load({}, checkpoint_dir, *async_strategy)
             exchange_loaded_objects_gather_object({})
         return loaded
 
@@ -359,17 +364,20 @@ def sharded_state(
     model: ParallelModel,
     optimizer: Optimizer | None,
     is_loading: bool,
-    layout: str = ANY,
+    optimizer_format: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
     """Return Megatron's sharded state of a model and its optimizer, and the optimizer's rank-local values.
 
     Rank-local values are not saved. For a model with adapters the state contains only the adapters, since the
-    base weights are in the model's folder. For a distributed optimizer it contains complete optimizer states
-    with the ``layout`` `ANY`, and shards with `SAME`.
+    base weights are in the model's folder.
+
+    ``optimizer_format`` selects Megatron's format of a distributed optimizer. `ANY` is fully_reshardable: the
+    shards of the data-parallel ranks are gathered, and Megatron can load the states on any parallel layout.
+    `SAME` is dp_reshardable: the shards are not gathered, and Megatron can load them only on the same layout.
     """
     groups = model.groups
     metadata = {
-        "distrib_optim_sharding_type": _SHARDING_TYPES[layout],
+        "distrib_optim_sharding_type": _SHARDING_TYPES[optimizer_format],
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": groups.data_context,
     }
@@ -413,10 +421,11 @@ def _unwrap_values(nested_state: Any) -> Any:
 
 @contextmanager
 def _use_model_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
-    """Make Megatron's get_data_parallel_rank return the rank in the model's own group inside the block.
+    """Patch Megatron's get_data_parallel_rank to return the rank in the model's data-parallel group.
 
-    Megatron calls this function for the copy of tied embeddings on the last pipeline stage. The original
-    function needs process-global groups, which do not exist.
+    The patch is active inside the context. Megatron calls get_data_parallel_rank for the copy of tied
+    embeddings on the last pipeline stage, and Megatron's implementation needs process-global groups, which do
+    not exist here.
     """
 
     def get_rank_in_model_group(*_: Any, **__: Any) -> int:

@@ -63,7 +63,7 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
         return
 
     # Inspect one file at a time: the index must be harmless before it is unpickled to find the other files.
-    for path, global_names in _pickled_names(folder):
+    for path, global_names in _imported_globals(folder):
         dangerous_names = sorted(f"{module}.{name}" for module, name in global_names - HARMLESS)
         if dangerous_names:
             raise UserError(
@@ -75,12 +75,12 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
             )
 
 
-def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
-    """Yield each file with pickles and the names in its pickles.
+def _imported_globals(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
+    """Yield (path, globals) for each file with pickles: the path and the globals that its pickles import.
 
-    The order is: the index, the files that the index lists, and the files with values equal on all ranks.
-
-    The caller must stop at dangerous names, since the index is unpickled after the first yield.
+    A global is a pair (module, name). The order of the files is: the index, the files that the index lists,
+    and the files with values equal on all ranks. The index is unpickled after the first yield, so the caller
+    must stop if the index imports a dangerous global.
     """
     index_path = folder / TENSOR_INDEX
     # Damaged pickles raise errors of any type.
@@ -91,17 +91,17 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         raise _unreadable_error(index_path, error) from error
     yield index_path, names
 
-    # The caller has not stopped, so the index names nothing dangerous.
+    # The caller has not stopped, so the index imports nothing dangerous.
     try:
         locations = list(_locate_pickled_values(folder, pickle.loads(content)))
     except Exception as error:
         raise _unreadable_error(index_path, error) from error
     for path, offset, length in locations:
-        yield path, _names_in_archive(path, offset, length)
+        yield path, _globals_in_archive(path, offset, length)
 
     # Files next to the tensors, with values that are equal on all ranks.
     for path in sorted({folder / COMMON, *folder.glob("*.pt")}):
-        yield path, _names_in_archive(path, 0, -1)
+        yield path, _globals_in_archive(path, 0, -1)
 
 
 def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, int, int]]:
@@ -121,14 +121,15 @@ def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, 
             yield path, location.offset, location.length
 
 
-def _names_in_archive(
+def _globals_in_archive(
     path: Path,
     offset: int,
     length: int,
 ) -> set[tuple[str, str]]:
-    """Return the names in the pickle of a torch.save archive inside a file.
+    """Return the (module, name) of each global that the pickle in a torch.save archive imports.
 
-    The archive has ``length`` bytes from ``offset`` on; a length of -1 means up to the end of the file.
+    The archive is ``length`` bytes of the file ``path``, from ``offset`` on. With a ``length`` of -1 it ends
+    at the end of the file.
     """
     try:
         with open(path, "rb") as file:

@@ -870,7 +870,7 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[
     lines += ["-" * (name_width + _MEMORY_COLUMN * len(phases)), f"{'total':<{name_width}}{totals}"]
     if gpu_gib is not None:
         lines[-1] += f"    of {gpu_gib:g} GiB"
-    if any(len(fullest.roles_in_turn(phase)) > 1 for phase in phases):
+    if any(len(fullest.active_roles(phase)) > 1 for phase in phases):
         lines.append(
             "roles on one rank work one after another: only the largest of their memory peaks counts"
         )

@@ -73,15 +73,15 @@ def separate_base_reason(config: RunConfig, path: str) -> str | None:
 
 
 def separate_lora(config: RunConfig) -> LoraConfig | None:
-    """Return the actor's adapter settings if a sync sends adapters without base weights, else None."""
+    """Return the actor's LoRA settings if weight syncs send only the adapters (`lora.sync`), else None."""
     lora = config.actor.lora
     return lora if lora is not None and lora.sync == "adapter" else None
 
 
-def separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return the actor's adapted layers if a sync sends adapters without base weights, else None.
+def separately_synced_adapters(config: RunConfig) -> AdaptedModel | None:
+    """Return the actor's LoRA adapters, layer by layer, if weight syncs send only the adapters, else None.
 
-    Reads the model's config.json; see `separate_lora`.
+    Otherwise the adapters are merged into the weights before a sync. Reads the model's config.json.
     """
     lora = separate_lora(config)
     if lora is None:
@@ -92,10 +92,15 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 
 
 def is_initial_actor(config: RunConfig, path: str) -> bool:
-    """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
+    """Return whether a role runs on the actor's model, with the actor's adapters switched off.
 
-    The role must have `RoleSpec.shares` of `INITIAL`, the actor's starting model and the actor's layout. The
-    actor must have adapters. ``config`` is resolved.
+    This is true if all of these conditions hold:
+    - the actor has adapters;
+    - the section at ``path`` exists, and `RoleSpec.shares` of the role is `INITIAL`, as for a reference;
+    - the role starts from the actor's starting model and has the actor's parallel layout;
+    - the role has no ``megatron`` settings.
+
+    ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

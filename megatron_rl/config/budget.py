@@ -1,8 +1,8 @@
 """Estimate of the memory of each rank in each phase of a step, from the shapes of every role's model.
 
-A rank's memory is a list of items, each with the phases in which it is resident. Roles that share a rank work
-one after another in a phase; the time in which a role works is its turn. The peak of a phase is the bytes of
-the items that are resident in the complete phase, plus the bytes of the largest turn.
+A rank's memory is a list of items, each with the phases in which it is resident. Roles that share a rank run
+one after another in a phase, and some items are resident only while their role runs. The peak of a phase is
+the bytes of the items that are resident in the complete phase, plus the bytes of the largest role.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class MemoryItem:
     """Phases in which the item is resident on the device; empty if it is in host memory."""
     how: str
     """How the bytes were counted, as text for the table."""
-    turn: str | None = None
-    """Role during whose turn the item is resident; None if it is resident during the complete phase.
+    active_role: str | None = None
+    """Role that must be running for the item to be resident; None if it is resident in the complete phase.
 
-    Roles that share ranks work one after another, and an offloaded role is in host memory between its turns.
+    Roles that share ranks run one after another. An offloaded role is in CPU memory while it does not run.
     """
 
 
@@ -99,20 +99,27 @@ class RankMemory:
     """All contributors to the rank's memory."""
 
     def phase_peak(self, phase: str) -> int:
-        """Return the peak of a phase in bytes: items of the complete phase, plus the largest turn."""
-        turn_bytes = [self._turn_bytes(phase, role) for role in self.roles_in_turn(phase)]
-        return self._turn_bytes(phase, None) + max(turn_bytes, default=0)
+        """Return the largest number of bytes that are resident at once in a phase.
 
-    def _turn_bytes(self, phase: str, turn: str | None) -> int:
-        """Return the bytes that are resident in a phase only while the role ``turn`` works.
-
-        With ``turn`` None, return the bytes that are resident during the complete phase.
+        Only one role runs at a time. The peak therefore consists of the items that are resident in the
+        complete phase, and of the items of one active role: the role with the most bytes.
         """
-        return sum(item.bytes for item in self.items if phase in item.phases and item.turn == turn)
+        bytes_by_role = [self._resident_bytes(phase, role) for role in self.active_roles(phase)]
+        return self._resident_bytes(phase, None) + max(bytes_by_role, default=0)
 
-    def roles_in_turn(self, phase: str) -> list[str]:
-        """Return the roles that work one after another in a phase, in the order of their items."""
-        return list(dict.fromkeys(item.turn for item in self.items if phase in item.phases and item.turn))
+    def _resident_bytes(self, phase: str, active_role: str | None) -> int:
+        """Return the bytes that are resident in a phase only while ``active_role`` runs.
+
+        With None, return the bytes that are resident in the complete phase.
+        """
+        return sum(
+            item.bytes for item in self.items if phase in item.phases and item.active_role == active_role
+        )
+
+    def active_roles(self, phase: str) -> list[str]:
+        """Return the roles that run one after another in a phase, in the order of their items."""
+        roles = [item.active_role for item in self.items if phase in item.phases and item.active_role]
+        return list(dict.fromkeys(roles))
 
     @property
     def peak(self) -> int:
@@ -201,8 +208,8 @@ def memory_plan(
 
     If several ranks have the same memory items, only the lowest of these ranks is returned. ``layouts`` maps
     each role to its layout. ``shapes`` maps each role to the shape of its model; a role without a shape has
-    the actor's model. A single-stage job has no ``batch`` and only trains. ``ranks``: ranks whose
-    memory is estimated; None for all.
+    the actor's model. A job without RL, which runs only a training stage such as SFT, has no ``batch``.
+    ``ranks``: ranks whose memory is estimated; None for all.
     """
     sleeping = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
@@ -284,13 +291,13 @@ class _LearnerSettings:
     microbatches: int
     """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
-    """Whether the role's state is in host memory outside its turn."""
+    """Whether the role's state is in CPU memory while the role does not run."""
     is_single_stage: bool = False
-    """Whether a single-stage job trains the role, without other roles in memory."""
+    """Whether the job is only a training stage, such as SFT, which has no other roles in memory."""
 
 
 def _learner_settings(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings]:
-    """Map each role that a step of reinforcement learning trains to its training settings."""
+    """Return the training settings of each role that an RL step trains, by role name."""
     learners = {}
     for path, section in learner_sections(config).items():
         learners[role_of(path)] = _LearnerSettings(
@@ -306,9 +313,10 @@ def _learner_settings(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner
 def _stage_learner_settings(
     config: RunConfig, layouts: Mapping[str, ParallelLayout]
 ) -> dict[str, _LearnerSettings]:
-    """Map each role that a single-stage job trains to its training settings.
+    """Return the training settings of each role that a job without RL trains, by role name.
 
-    The keys are names of roles, such as ``actor`` or ``reward.judge``.
+    Such a job runs only one kind of training stage: SFT, preference optimization, or the training of reward
+    models. Names of roles are, for example, ``actor`` and ``reward.judge``.
     """
     tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
@@ -318,7 +326,7 @@ def _stage_learner_settings(
         settings = plan.settings
         assert settings.max_row_tokens is not None
 
-        # A record has one row for each response, such as two for a preference pair.
+        # A training record has one row for each field in `RESPONSES`, such as two for a preference pair.
         num_rows = settings.records_per_step * len(settings.RESPONSES)
         _, rows_per_rank = even_shares(num_rows, layouts[role].data)
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
@@ -376,8 +384,8 @@ def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int)
     return total
 
 
-def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Convert the bytes of an optimizer's state in memory to its bytes in a checkpoint.
+def optimizer_checkpoint_bytes(bytes_in_memory: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
+    """Return the bytes of an optimizer's state in a checkpoint, from the state's bytes in memory.
 
     ``weight_bytes`` is the size of one model weight in bytes.
     """
@@ -438,9 +446,10 @@ def checkpoint_memory(
 
     ``rank_memories`` is the result of `memory_plan`.
     """
-    shards = 0
-    gathered = 0
-    weights = 0
+    # Bytes on one rank, summed over the roles.
+    total_shard_bytes = 0
+    total_gathered_bytes = 0
+    total_weight_bytes = 0
     ranks: set[int] = set()
     for path, section in learner_sections(config).items():
         role = role_of(path)
@@ -458,15 +467,17 @@ def checkpoint_memory(
         num_shards = 1
         if section.optimizer.distributed:
             num_shards = num_replicas
-        weight_bytes = DTYPE_BYTES[config.model.dtype]
-        shard_bytes = optimizer_bytes_saved(max(optimizer_sizes), section.optimizer, weight_bytes)
-        shards += shard_bytes
-        gathered += shard_bytes * num_shards
-        weights += max(weight_sizes) // num_replicas
+        dtype_bytes = DTYPE_BYTES[config.model.dtype]
+        shard_bytes = optimizer_checkpoint_bytes(max(optimizer_sizes), section.optimizer, dtype_bytes)
+        total_shard_bytes += shard_bytes
+        total_gathered_bytes += shard_bytes * num_shards
+        total_weight_bytes += max(weight_sizes) // num_replicas
         ranks.update(layout.ranks)
-    if not gathered:
+
+    if not total_gathered_bytes:
         return None
-    return CheckpointMemory(shards, gathered, weights, min(config.gpus_per_node, len(ranks)))
+    ranks_on_node = min(config.gpus_per_node, len(ranks))
+    return CheckpointMemory(total_shard_bytes, total_gathered_bytes, total_weight_bytes, ranks_on_node)
 
 
 def _trained_role_items(
@@ -510,10 +521,10 @@ def _trained_role_items(
 
     # Offloaded gradients and optimizer state are only resident while the role trains.
     training_phases = PHASES
-    turn = None
+    active_role = None
     if learner.offload:
         training_phases = ("learn",)
-        turn = role
+        active_role = role
 
     parameters_text = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
     if adapters is not None:
@@ -526,7 +537,9 @@ def _trained_role_items(
     items = [weights]
 
     detail = f"{parameters_text} x 4 B (float32)"
-    items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
+    items.append(
+        MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, active_role)
+    )
     if merged_bytes and not learner.is_single_stage:
         detail = "with the adapters merged into them, during a weight sync"
         items.append(MemoryItem("merged weights", merged_bytes, ("generate",), detail))
@@ -539,7 +552,9 @@ def _trained_role_items(
     optimizer_phases = training_phases
     if learner.optimizer.offload:
         optimizer_phases = ()
-    items.append(MemoryItem(item_name("optimizer"), int(memory.optimizer), optimizer_phases, detail, turn))
+    items.append(
+        MemoryItem(item_name("optimizer"), int(memory.optimizer), optimizer_phases, detail, active_role)
+    )
 
     tokens_per_rank = f"{tokens // layout.context} tokens"
     layer_count = len(stages[stage])
@@ -558,29 +573,31 @@ def _trained_role_items(
     if not learner.is_single_stage:
         return items
 
-    # A single-stage job has no other phases, and trains several models one after another.
-    device_items = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+    # A job of only a training stage has no other phases. It trains several models one after another.
+    device_items = [
+        replace(item, phases=("learn",), active_role=role) for item in items if "learn" in item.phases
+    ]
     return device_items + [item for item in items if not item.phases]
 
 
 def _trained_weights_item(
     config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
-    """Return the memory item for the weights of a trained role.
+    """Return the entry of the memory table for the weights of a trained role.
 
-    ``weight_bytes`` is the size of all weights on the rank. With ``offload``, the weights are in host memory
-    outside the role's turn.
+    ``weight_bytes`` is the size of the role's weights on the rank. If ``offload`` is true, the weights are in
+    CPU memory while the role does not run.
     """
     phases = PHASES
-    turn = None
+    active_role = None
     if offload:
         phases = ("score", "learn")
-        turn = role
-    # The actor's weights stay resident while another role computes with them in its own turn.
+        active_role = role
+    # If another role uses the actor's weights, they are resident even while the actor does not run.
     if role == "actor" and _is_shared_base(config):
-        turn = None
+        active_role = None
     detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
-    return MemoryItem(f"{role} weights", weight_bytes, phases, detail, turn)
+    return MemoryItem(f"{role} weights", weight_bytes, phases, detail, active_role)
 
 
 def _adapter_counts(
@@ -664,13 +681,14 @@ def _frozen_role_items(
     tokens = batch.tokens_per_microbatch
     memory = forward_only_memory(shape, layout, stages, stage, layers, tokens)
 
+    # An offloaded role is in CPU memory while it does not run.
     phases = PHASES
-    turn = None
+    active_role = None
     if role_sections(config)[path].offload:
         phases = ("score",)
-        turn = role
+        active_role = role
     detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
-    weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
+    weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, active_role)
     # Add an item of 0 bytes: the table of `check` then shows why the role needs no memory.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")

@@ -147,7 +147,7 @@ def model_identity(model: PretrainedModel) -> dict[str, Any]:
 def read_meta(directory: str | Path) -> dict[str, Any]:
     """Return a checkpoint's meta.json; raise UserError if it is missing, damaged or in a different format."""
     path = Path(directory) / META
-    fix = "name a folder such as runs/NAME/checkpoints/step_50 that a finished save has left"
+    fix = "give the folder of a completed save, such as runs/NAME/checkpoints/step_50"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,56 +192,60 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
     )
 
 
-def optimizer_layout(role: Mapping[str, Any]) -> str:
-    """Return how a role's optimizer is saved: `ANY` for complete parameters, `SAME` for shards of one layout.
+def saved_optimizer_format(role_meta: Mapping[str, Any]) -> str:
+    """Return the format of a role's saved optimizer: `ANY` for complete states, `SAME` for shards.
 
-    ``role`` is ``meta["roles"][NAME]``.
+    ``role_meta`` is ``meta["roles"][NAME]``.
     """
-    return role.get("optimizer_layout", ANY)
+    return role_meta.get("optimizer_layout", ANY)
 
 
 def is_gathered(meta: Mapping[str, Any]) -> bool:
     """Return whether all optimizers of a checkpoint with the meta.json ``meta`` are saved unsharded."""
-    return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
+    return all(saved_optimizer_format(role_meta) == ANY for role_meta in meta["roles"].values())
 
 
 def fits_any_layout(meta: Mapping[str, Any]) -> bool:
     """Return whether every layout can resume from a checkpoint with the meta.json ``meta``."""
-    return all(_role_fits_any_layout(role) for role in meta["roles"].values())
+    return all(_role_fits_any_layout(role_meta) for role_meta in meta["roles"].values())
 
 
-def _role_fits_any_layout(role: Mapping[str, Any]) -> bool:
-    """Return whether every layout can load a role's saved optimizer; ``role`` is ``meta["roles"][NAME]``."""
-    return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
+def _role_fits_any_layout(role_meta: Mapping[str, Any]) -> bool:
+    """Return whether a role's saved optimizer can be loaded on every parallel layout.
 
-
-def loads_without_resharding(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Return whether a layout can load a role's saved optimizer as it is, without resharding it.
-
-    ``role`` is ``meta["roles"][NAME]``; ``layout`` maps the name of each parallel size to its value.
+    ``role_meta`` is ``meta["roles"][NAME]``.
     """
-    if optimizer_layout(role) == ANY:
+    return saved_optimizer_format(role_meta) == ANY or bool(role_meta.get("indexed_shards"))
+
+
+def loads_without_resharding(role_meta: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+    """Return whether a role's saved optimizer can be loaded on a parallel layout without resharding.
+
+    ``role_meta`` is ``meta["roles"][NAME]``; ``layout`` maps the name of each parallel size to its value. An
+    optimizer that is saved as complete states (`ANY`) needs no resharding on any layout.
+    """
+    if saved_optimizer_format(role_meta) == ANY:
         return True
-    return all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
+    return all(role_meta["layout"][size] == layout[size] for size in _SHARD_SIZES)
 
 
 def require_layout(
     directory: str | Path, role_name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError unless ``layout`` can load the saved optimizer of a role.
+    """Raise UserError if a role's saved optimizer cannot be loaded on the parallel layout ``layout``.
 
     ``meta`` is the content of the checkpoint's meta.json; ``layout`` maps the name of each parallel size to
     its value.
     """
-    role = meta["roles"][role_name]
-    saved_layout = role["layout"]
-    if _role_fits_any_layout(role) or loads_without_resharding(role, layout):
+    role_meta = meta["roles"][role_name]
+    saved_layout = role_meta["layout"]
+    if _role_fits_any_layout(role_meta) or loads_without_resharding(role_meta, layout):
         return
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "
     fix += "checkpoint.optimizer_layout=any"
-    # A run that has done all of its steps writes its last checkpoint again and ends. A stage does not: it
-    # saves only after further steps.
+    # If a run is resumed with `steps` equal to the checkpoint's step, it converts the checkpoint and ends. A
+    # training stage, such as SFT, cannot be ended in this way: its steps are not limited by `steps`.
     if Path(directory).parent.parent.parent.name == STAGES:
         fix += " until its next save"
     else:

@@ -218,7 +218,7 @@ class MicroBatchBounds:
 
 
 def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBounds:
-    """Return the bounds of the tokens per micro-batch for a role that trains on ``layout``."""
+    """Return the bounds of the number of tokens in a micro-batch, for a role that trains on ``layout``."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
     num_rows = batch.prompts_per_step * batch.samples_per_prompt
@@ -232,7 +232,7 @@ def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBo
     # Only a pipeline needs several micro-batches. Without a pipeline, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    # Assume that all rows have the largest length, since one budget is used for all steps.
+    # The bounds apply to all steps, so compute them for a step in which every row has the largest length.
     _, rows_per_rank = even_shares(rows_per_minibatch, layout.data)
     even_tokens = -(-rows_per_rank * row_tokens // microbatches)
     return MicroBatchBounds(row_tokens, even_tokens, microbatches)
@@ -429,12 +429,13 @@ def _with_placement(
 def _fill_layout(
     explicit_layout: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
 ) -> LayoutConfig:
-    """Fill in the unset sizes of a layout whose ranks are set.
+    """Return ``layout`` with ``expert_tensor`` and ``sequence_parallel``; its ranks are already set.
 
-    ``explicit_layout`` is the layout as the user configured it, which decides what needs a reason.
+    ``explicit_layout`` is the layout as the user configured it. For each of the two sizes that the user did
+    not set, the reason for the derived value is added to ``reasons``.
     """
     parallel_layout = role_layout(layout, path)
-    # If the complete layout is derived, its reason covers the sizes, too.
+    # If the user set no layout at all, ``reasons[path]`` already explains the complete layout.
     if path not in reasons and explicit_layout.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "by default each expert is on one rank"
     if path not in reasons and explicit_layout.sequence_parallel is None:
@@ -463,21 +464,23 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Disable ``overlap_grad_reduce`` for roles in which only this setting prevents repeating a pass.
+    """Disable ``overlap_grad_reduce`` for each role whose passes can then be repeated.
 
     A pass runs the micro-batches of a phase through a model. With a memory target, micro-batches are as
-    large as possible, so a pass may run out of memory and has to be repeated with smaller micro-batches.
-    Without a memory target, the configuration is returned unchanged.
+    large as possible. If a pass runs out of memory, it is repeated with smaller micro-batches. Without a
+    memory target, the configuration is returned unchanged.
     """
     if config.batch.memory_target is None:
         return config
 
     def fill_ddp(path: str, section: Any) -> Any:
-        """Return a role's section, without ``overlap_grad_reduce`` if only that prevents repeating a pass."""
+        """Disable ``overlap_grad_reduce`` in a role's section if the role's passes can then be repeated."""
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
 
-        # A rank can repeat a pass on its own only if the pass contains no collectives.
+        # A rank repeats a pass on its own, which is possible only if the pass has no collectives. If the
+        # model is on one rank, a pass has collectives only with `overlap_grad_reduce` or
+        # `overlap_param_gather`. If the user sets neither, disabling `overlap_grad_reduce` disables both.
         layout = role_layout(section.layout, f"{path}.layout")
         model_ranks = layout.tensor * layout.pipeline * layout.context * layout.expert * layout.expert_tensor
         explicit_overlaps = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
@@ -544,11 +547,13 @@ def _fill_checkpoint(
 ) -> CheckpointConfig:
     """Fill in ``optimizer_layout`` and ``stop_seconds``.
 
-    ``stop_seconds`` is the time that a stopped job has to save a last checkpoint.
+    ``optimizer_layout`` is the format of optimizers in checkpoints: `ANY` for states that are gathered from
+    the data-parallel ranks, `SAME` for the shards of each rank. ``stop_seconds`` is the time that a stopped
+    job has to save a last checkpoint.
     """
     checkpoint = config.checkpoint
     if checkpoint.optimizer_layout is None:
-        layout = ANY
+        optimizer_format = ANY
         reason = "the job has one node"
         nodes = -(-world_size // config.gpus_per_node)
         if nodes > 1:
@@ -556,10 +561,10 @@ def _fill_checkpoint(
             # Save shards only of large models. With a small model, a rank may have no parameter in some
             # buffer of the optimizer, and Megatron cannot save the shards of such a buffer.
             if shape is not None and shape.parameters >= _SHARDED_PARAMETERS and config.actor.lora is None:
-                layout = SAME
+                optimizer_format = SAME
                 reason = f"the job has {nodes} nodes: complete parameters would fill their host memory"
         reasons["checkpoint.optimizer_layout"] = reason
-        checkpoint = replace(checkpoint, optimizer_layout=layout)
+        checkpoint = replace(checkpoint, optimizer_layout=optimizer_format)
 
     if checkpoint.stop_seconds is None:
         timeout = float(os.environ.get(_SHUTDOWN_TIMEOUT, "30"))

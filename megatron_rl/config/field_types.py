@@ -215,7 +215,7 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
         return f'put it in quotes: {name}: "{raw}"'
     if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in accepted_types:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
-    if isinstance(raw, str) and accepts_number and _is_number_text(raw):
+    if isinstance(raw, str) and accepts_number and _is_finite_number(raw):
         return f"write it without quotes: {name}: {raw}"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
@@ -225,8 +225,8 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
     return f"write {name}: followed by {type_text(hint)}"
 
 
-def _is_number_text(text: str) -> bool:
-    """Return whether a text is a finite number in Python's syntax."""
+def _is_finite_number(text: str) -> bool:
+    """Return whether Python's ``float`` parses a string, and the number is finite."""
     try:
         return math.isfinite(float(text))
     except ValueError:

@@ -31,7 +31,7 @@ _IGNORED_FILES = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgp
 
 @dataclass(frozen=True)
 class HubCopy:
-    """Local copy of a Hub repository, or of some of its files.
+    """Hub repository, or some of its files, that a configuration uses through a copy on this machine.
 
     Example: ``hf://datasets/openai/gsm8k/main/train-*.parquet`` is ``HubCopy("openai/gsm8k", "dataset",
     None, "main/train-*.parquet")``.
@@ -61,7 +61,7 @@ class HubCopy:
 
     @property
     def command(self) -> str:
-        """Return the ``hf download`` command for this copy."""
+        """Return the ``hf download`` command that downloads this repository, or the selected files of it."""
         arguments = ["hf download", self.repo]
         if self.kind == "dataset":
             arguments.append("--repo-type dataset")
@@ -120,13 +120,13 @@ def model_source(path: str) -> str:
 
 
 def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
-    """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
+    """Replace each ``hf://`` name in a configuration by a local path; download missing files.
 
     Files of data sets and small files of models are always downloaded. Weights are downloaded only if
     ``with_weights`` is true. Errors about malformed names are appended to ``errors``.
 
-    Returns a mapping from the local directory of each incomplete copy to the copy. If the download failed,
-    the directory may not exist.
+    The result contains the repositories that are not completely on this machine. It maps the repository's
+    local directory to the repository. If the download failed, the directory may not exist.
     """
     incomplete: dict[str, HubCopy] = {}
     for key, leaf in list(tree.leaves()):
@@ -139,10 +139,10 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
         resolved_names: list[Any] = []
         for name in names:
             resolved_name = name
-            copy = None
+            repository = None
             if _is_hub_name(name):
-                copy = parse_hub_name(name)
-                if copy is None:
+                repository = parse_hub_name(name)
+                if repository is None:
                     errors.append(
                         UserError(
                             "the Hugging Face Hub name is malformed",
@@ -152,8 +152,8 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
                             fix="write the name as the Hub shows it, or the path of a local copy",
                         )
                     )
-            if copy is not None:
-                resolved_name = str(_local_path(copy, with_weights, incomplete))
+            if repository is not None:
+                resolved_name = str(_local_path(repository, with_weights, incomplete))
             resolved_names.append(resolved_name)
 
         # Add the original names to the origin, so that `check` can print them.
@@ -171,46 +171,51 @@ def _is_hub_name(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
-def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy]) -> Path:
-    """Return the local path of a Hub repository's copy; download missing files.
+def _local_path(repository: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy]) -> Path:
+    """Download the missing files of a Hub repository; return the local path of the repository.
 
-    Weights of a model are downloaded only if ``with_weights`` is true. An incomplete copy is added to
-    ``incomplete`` under its directory, with the reason.
+    Weights of a model are downloaded only if ``with_weights`` is true. If files are still missing, an entry
+    is added to ``incomplete``: local directory -> repository, with the reason.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        snapshot = _download_snapshot(copy, cache, with_weights)
+        snapshot = _download_snapshot(repository, cache, with_weights)
     except Exception as error:
         # All types are caught, since the HTTP library, and with it the type of its errors, differs by version
-        # of the Hub's client. The path is unique and does not exist. Its last component is the model's name,
-        # with which the package finds its own copy of a known model's config.json.
-        snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
+        # of the Hub's client.
+
+        # Return a unique path that does not exist. Its last component is the name of the model: megatron_rl
+        # contains the config.json of known models, and finds the file by this name.
+        model_name = repository.repo.split("/")[1]
+        snapshot = cache / "not-downloaded" / _unique_file_name(repository)[:12] / model_name
         reason = first_line(error)
         if isinstance(error, GatedRepoError):
-            reason = f"accept the terms on the page of {copy.repo}, then run: hf auth login"
-        incomplete[str(snapshot)] = replace(copy, reason=reason)
-        return copy.path(snapshot)
+            reason = f"accept the terms on the page of {repository.repo}, then run: hf auth login"
+        incomplete[str(snapshot)] = replace(repository, reason=reason)
+        return repository.path(snapshot)
 
-    if copy.kind == "model" and not has_weights(snapshot):
-        incomplete[str(snapshot)] = replace(copy, reason="no weights in the cache; `train` downloads them")
-    return copy.path(snapshot)
+    if repository.kind == "model" and not has_weights(snapshot):
+        reason = "no weights in the cache; `train` downloads them"
+        incomplete[str(snapshot)] = replace(repository, reason=reason)
+    return repository.path(snapshot)
 
 
-def _unique_file_name(copy: HubCopy) -> str:
-    """Return a unique file name for a copy: the hash of its repository, revision and files."""
+def _unique_file_name(repository: HubCopy) -> str:
+    """Return a unique file name for files of a Hub repository: the hash of name, revision and files."""
     # Hash the fields, since they may contain `/`, which a file name cannot. JSON separates the fields, so
-    # that different copies have different texts.
-    name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
+    # that different fields have different hashes.
+    name = json.dumps([repository.kind, repository.repo, repository.revision, repository.files])
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
-    """Return the folder of a copy's pinned revision; download missing files into ``cache``.
+def _download_snapshot(repository: HubCopy, cache: Path, with_weights: bool) -> Path:
+    """Download missing files of a Hub repository into ``cache``; return the local folder of its revision.
 
-    The first download pins the revision. Weights of a model are downloaded only if ``with_weights`` is true.
+    The first download pins the revision: later downloads select the same one. Weights of a model are
+    downloaded only if ``with_weights`` is true.
     """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
@@ -218,30 +223,30 @@ def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
     # The pin is a text file with the path of the revision's folder.
-    pin = pins / _unique_file_name(copy)
+    pin = pins / _unique_file_name(repository)
 
     # All ranks of a node load the configuration at the same time. The first rank downloads; the others wait
     # for the lock and then use its copy.
     with FileLock(pin.with_suffix(".lock")):
-        revision = copy.revision
+        revision = repository.revision
         if pin.is_file():
             snapshot = Path(pin.read_text(encoding="utf-8"))
             # Download weights of the same revision as the small files.
             revision = snapshot.name
-            needs_weights = with_weights and copy.kind != "dataset"
+            needs_weights = with_weights and repository.kind != "dataset"
             if snapshot.is_dir() and (not needs_weights or has_weights(snapshot)):
                 return snapshot
 
         ignored_patterns: list[str] = []
-        if copy.kind == "model":
+        if repository.kind == "model":
             ignored_patterns += _IGNORED_FILES
             if not with_weights:
                 ignored_patterns.append(_WEIGHTS)
         folder = snapshot_download(
-            copy.repo,
-            repo_type=copy.kind,
+            repository.repo,
+            repo_type=repository.kind,
             revision=revision,
-            allow_patterns=copy.files,
+            allow_patterns=repository.files,
             ignore_patterns=ignored_patterns,
         )
 

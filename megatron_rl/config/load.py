@@ -55,10 +55,10 @@ class LoadedConfig:
     tree: Section = field(default_factory=Section)
     """Values as the user wrote them, including overrides."""
     hub: Mapping[str, HubCopy] = field(default_factory=dict)
-    """Directory -> copy of a Hugging Face repository that is incomplete on this machine."""
+    """Local directory -> Hugging Face repository, for each repository that is not completely downloaded."""
 
     def valid(self) -> RunConfig:
-        """Return the configuration, or raise UserErrors with all errors."""
+        """Return the configuration if it is valid; otherwise raise UserErrors with all errors."""
         if self.errors or self.config is None:
             raise UserErrors(self.errors)
         return self.config

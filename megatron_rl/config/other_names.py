@@ -167,7 +167,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """Our key that corresponds to a former key, or to a key of another project.
+    """Key of this package (``ours``) that corresponds to one of its former keys or to another project's key.
 
     Example:
         >>> find_counterpart("train_batch_size").ours
@@ -175,9 +175,9 @@ class OtherName:
     """
 
     project: str
-    """Project that has the name; ``common`` for several, empty for a former name of ours."""
+    """Project that has the other name; ``common`` for several, empty for a former key of this package."""
     ours: str | None
-    """Our key; None for a name without a counterpart."""
+    """Key of this package; None if no key corresponds to the other name."""
     conversion: str = ""
     """Difference between the values, see `ForeignName`."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
@@ -188,8 +188,11 @@ class OtherName:
     """Why there is no counterpart, or what replaces it."""
 
     @property
-    def source(self) -> str:
-        """Describe whose name it is for an error, such as ``, a name of TRL``; empty for a common name."""
+    def origin_suffix(self) -> str:
+        """Return the end of an error text that tells from which project the other name is.
+
+        For example ``, a name of TRL``. The suffix is empty if several projects have the name.
+        """
         match self.project:
             case "common":
                 return ""
@@ -201,22 +204,26 @@ class OtherName:
 
 @functools.cache
 def foreign_names() -> Mapping[str, OtherName]:
-    """Map each key of another project to its counterpart among our keys.
+    """Return the corresponding key of this package for each key of another project.
 
-    If several of our sections have the same keys, such as the layouts of roles, the first section is used.
+    If several sections of this package have the same keys, such as the layouts of roles, the first section is
+    used.
     """
     counterparts: dict[str, OtherName] = {}
     for path, foreign in foreign_keys():
         counterpart = OtherName(foreign.project, path, foreign.conversion, foreign.values, foreign.piece)
         counterparts.setdefault(foreign.name, counterpart)
-    # These names have no counterpart, even if one of our keys lists the same name of another project.
+    # `NO_COUNTERPART` takes precedence over a key of this package that lists the same foreign name.
     for name, reason in NO_COUNTERPART.items():
         counterparts[name] = OtherName("common", None, reason=reason)
     return counterparts
 
 
 def find_counterpart(path: str) -> OtherName | None:
-    """Return the counterpart of a dotted name, a former key or another project's name; None if unknown."""
+    """Return the key of this package for a former key or another project's key; None if ``path`` is neither.
+
+    ``path`` is a dotted name, such as ``actor_rollout_ref.actor.optim.lr``.
+    """
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former_key, key in RENAMED.items():
@@ -233,11 +240,13 @@ def find_counterpart(path: str) -> OtherName | None:
 
 
 def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
-    """Return the counterpart of an unknown name within the section that contains the name, or None.
+    """Return the key of a section that the user meant by a former key or another project's key, or None.
 
-    For example, the counterpart of ``eval_temperature`` in ``evaluation.sets.NAME`` is ``temperature`` of the
-    same set. ``path`` is the unknown name, and ``value_paths`` are the paths of all keys of the section,
-    relative to the section.
+    ``section`` is the section in which the user wrote the unknown name ``path``. ``value_paths`` are the
+    paths of all keys of the section, relative to the section.
+
+    For example, OpenRLHF's ``eval_temperature`` in the section ``evaluation.sets.math`` stands for
+    ``evaluation.sets.math.temperature``.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:

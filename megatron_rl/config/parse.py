@@ -109,6 +109,7 @@ def parse_section(
         is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
         if node is None and is_required and setting_of(item).alternative_key not in section.children:
             node = _record_missing_key(item, hint, key, path, state)
+        # The section that the error suggests if the user wrote a bare number instead of a section.
         section_for_number = setting_of(item).section_for_number
         values[name] = _typed_value(hint, node, default, key, state, section_for_number)
     return cls(**values)
@@ -194,7 +195,8 @@ def _typed_value(
     """Convert the node of the key at ``path`` to type ``hint``: a section, named sections or a plain value.
 
     Without a node, return ``default``, which is dataclasses.MISSING for a required key.
-    ``section_for_number`` is the key's `Setting.section_for_number`.
+    ``section_for_number`` is the section that the error for a bare number suggests, such as
+    ``{name: loss, coef: VALUE}``, or empty.
     """
     named_section_cls = entry_class(hint)
     if named_section_cls is not None and isinstance(node, Section) and node.children:

@@ -28,28 +28,33 @@ HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.plac
 def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     """Fill in the ranks of every role without explicit ranks, according to the preset ``placement``.
 
-    A critic, reference or reward model without a layout has the actor's parallel sizes.
+    Some presets split the job's ranks into two halves. `RoleSpec.placement` of a role is the preset that
+    assigns the second half to the role. A critic, reference or reward model without a layout has the actor's
+    parallel sizes.
     """
     uses_halves = config.placement in HALF_PRESETS and world_size >= 2
     half_size = world_size // 2
     actor_layout = config.actor.layout
 
     def ranks_of(path: str) -> tuple[int, ...]:
-        """Return the ranks that the preset assigns to the role at ``path``."""
+        """Return the ranks that the preset ``config.placement`` assigns to the role at ``path``."""
         if not uses_halves:
             return tuple(range(world_size))
-        if spec_at(path).placement == config.placement:
+        is_on_second_half = spec_at(path).placement == config.placement
+        if is_on_second_half:
             return tuple(range(half_size, world_size))
         return tuple(range(half_size))
 
-    def set_ranks(path: str, section: Any) -> Any:
-        """Return the role's section at ``path`` with the ranks of its layout filled in."""
+    def fill_ranks(path: str, section: Any) -> Any:
+        """Return a copy of a role's section in which the layout has ranks; ``path`` is the section's path."""
         layout = section.layout
         if layout is None:
-            # A role on the same half as the actor gets exactly the actor's ranks, even if these are explicit,
-            # so that it can share the actor's base weights.
-            is_on_actor_half = ranks_of(path) == ranks_of("actor")
-            layout = actor_layout if is_on_actor_half else replace(actor_layout, ranks=None)
+            # If the preset assigns the same ranks to the role and to the actor, the role gets the actor's
+            # complete layout, so that it can share the actor's base weights. The user may have set other
+            # ranks for the actor: the role then gets the user's ranks, too.
+            layout = actor_layout
+            if ranks_of(path) != ranks_of("actor"):
+                layout = replace(actor_layout, ranks=None)
         if layout.ranks is None:
             layout = replace(layout, ranks=ranks_of(path))
         return replace(section, layout=layout)
@@ -57,7 +62,7 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     rollout = config.rollout
     if rollout.ranks is None:
         rollout = replace(rollout, ranks=ranks_of("rollout"))
-    return replace(with_role_sections(config, set_ranks), rollout=rollout)
+    return replace(with_role_sections(config, fill_ranks), rollout=rollout)
 
 
 def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:

@@ -105,11 +105,15 @@ class RoleSpec:
     """How the role can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
-        """Map the configuration path of each of the role's sections in ``config`` to the section."""
-        section = attrgetter(self.section)(config)
+        """Return the sections of ``config`` that configure the role, by their configuration paths.
+
+        For example ``{"critic": config.critic}``. A role with ``named`` can have several sections, such as
+        ``reward.models.NAME``.
+        """
+        configured = attrgetter(self.section)(config)
         if self.named:
-            return {f"{self.section}.{name}": model for name, model in section.items()}
-        return {} if section is None else {self.section: section}
+            return {f"{self.section}.{name}": section for name, section in configured.items()}
+        return {} if configured is None else {self.section: configured}
 
     def is_needed_by(self, algorithm: Any) -> bool:
         """Return whether an algorithm requires the role."""

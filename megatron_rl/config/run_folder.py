@@ -18,7 +18,8 @@ STAGES = "stages"
 class RunFolder:
     """Paths of all files and folders of a run, below the run folder ``path``.
 
-    A stage publishes its model directory atomically, so the directory exists only if the stage has ended.
+    A training stage before RL, such as SFT, publishes its model directory atomically, so the directory exists
+    only if the stage has ended.
 
     Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """
@@ -62,11 +63,11 @@ class RunFolder:
         return sorted(stages, key=lambda name: (name != "sft", name))
 
     def stage_checkpoints(self, stage: str) -> Path:
-        """Return the directory of the checkpoints from which a stage resumes."""
+        """Return the directory of the checkpoints from which a training stage, such as ``sft``, resumes."""
         return self.stages / stage / "checkpoints"
 
     def stage_model(self, stage: str) -> Path:
-        """Return the Hugging Face checkpoint that a stage of the actor writes."""
+        """Return the directory of the Hugging Face checkpoint that a training stage of the actor writes."""
         return self.stages / stage / "hf"
 
     def reward_model(self, name: str) -> Path:

@@ -197,7 +197,7 @@ def _to_node(value: Any, origin: Origin) -> Leaf | Section:
     """Convert a plain value to a node of the configuration's tree."""
     if isinstance(value, Mapping):
         return Section({str(key): _to_node(inner, origin) for key, inner in value.items()}, origin)
-    # Leaves contain lists, as YAML does, and no tuples.
+    # A YAML file has lists but no tuples, so the tree contains lists, too.
     if isinstance(value, tuple):
         value = list(value)
     return Leaf(value, origin)

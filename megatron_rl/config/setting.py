@@ -57,7 +57,12 @@ class ForeignName:
     """Piece of an algorithm that has the setting, if the algorithm's default piece does not have it."""
 
     def difference_text(self) -> str:
-        """Describe how the other project's values differ from ours; return an empty text if they do not."""
+        """Describe how the other project's values differ from this package's; empty if they do not.
+
+        The documentation prints the text. If the user must remove the setting instead of translating a value,
+        the text for this value is "no line". If only one piece of the algorithm (such as one policy loss) has
+        the setting, the text ends with the setting that selects this piece.
+        """
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)
@@ -155,11 +160,11 @@ class Setting:
 
         ``value`` must have the type of the key. Its bounds and choices are validated.
         """
-        # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
             if self.choices:
-                is_path = self.allows_path and ":" in value
-                if value in self.choices or is_path:
+                # Check only the form of an import path, `file.py:Name`: `check` later imports the class.
+                is_import_path = self.allows_path and ":" in value
+                if value in self.choices or is_import_path:
                     return None
                 return self._choice_error(path, value)
             if not value.strip():
@@ -206,12 +211,14 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default; ``attributes`` are further fields of `Setting`.
 
-    ``also_called`` maps a project to the project's names for the key, separated by commas. ``conversion`` is
-    a text that describes how values of all these names differ from ours, or a mapping from name to such a
-    text. ``their_values`` maps a name to a mapping from the project's value to our value.
+    The other arguments describe the setting's names in other projects, such as verl. ``also_called`` maps a
+    project to its names of the setting, separated by commas. ``conversion`` is a text that describes how
+    their values differ from the setting's values, or a mapping from name to such a text. ``their_values``
+    maps a name to a mapping from the project's value to the setting's value.
 
-    For a section, ``also_called_below`` maps each key inside the section to a mapping like ``also_called``. A
-    key that only one piece of an algorithm has is written ``PIECE: KEY``.
+    If the field is a section, ``also_called_below`` maps each key inside the section to a mapping like
+    ``also_called``. If only one piece of an algorithm, such as one policy loss, has a key, write the key as
+    ``PIECE: KEY``.
     """
     # Parse the names, which fields write as text for brevity.
     values = their_values or {}
@@ -270,7 +277,8 @@ def with_value(section: Any, path: str, value: Any) -> Any:
     else:
         values_by_name = {item.name: getattr(section, item.name) for item in dataclasses.fields(section)}
 
-    # A user's name in a mapping may contain dots: choose the longest name at the start of the path.
+    # A key that the user chose, such as the name of a data set, may contain dots: choose the longest key at
+    # the start of the path.
     matching_names = [name for name in values_by_name if f"{path}.".startswith(f"{name}.")]
     name = max(matching_names, key=len)
 
@@ -334,10 +342,12 @@ def _foreign_names(
     their_values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield a `ForeignName` for each name of a key in other projects.
+    """Yield a `ForeignName` for each name that other projects have for a setting.
 
-    The first three arguments are documented in `setting`. ``piece`` is the name of the algorithm piece if
-    only one piece has the key, and empty otherwise.
+    ``also_called`` maps a project to the project's names. ``conversion`` describes how the projects' values
+    differ, as text or by name. ``their_values`` maps a project's name to a mapping from the project's value
+    to the value of this package. If only one piece of the algorithm (such as a policy loss) has the setting,
+    ``piece`` is the piece's name.
     """
     for project, names in also_called.items():
         for name in names.split(", "):

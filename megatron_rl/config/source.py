@@ -484,10 +484,13 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 
 def _is_same_configuration(first: Path, second: Path) -> bool:
-    """Return whether two paths lead to the same file, and its base files are the same for both paths."""
+    """Return whether two configuration paths lead to the same file and to the same base files.
+
+    A configuration names its base files relative to its folder. If a link in another folder leads to the same
+    file, the relative names lead to other base files.
+    """
     if not _is_same_file(first, second):
         return False
-    # Bases are relative to the folder of a path: a link in another folder has other bases.
     return _is_same_file(first.parent, second.parent) or BASE_KEY not in read_file(first, []).children
 
 

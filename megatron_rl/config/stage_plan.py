@@ -79,22 +79,22 @@ _REINFORCEMENT = (
     "preference",
 )
 
-# Keys of the job `train` that single-stage jobs read as well, since they limit the rows of every job.
+# Keys of the job `train` that the jobs without RL read as well, since they limit the rows of every job.
 _ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
 
-# Single-stage job -> configuration section of the stage.
+# Job without RL, which runs only a training stage -> configuration section of the stage.
 SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
 
 
 def job_reads(job: str, path: str) -> bool:
-    """Return whether a job reads the key at a path. A single-stage job ignores most keys."""
+    """Return whether a job reads the key at ``path``. The jobs without RL, such as ``sft``, read few keys."""
     if job not in SECTIONS:
         return True
     return not _is_at_or_below(path, *_REINFORCEMENT) or _is_at_or_below(path, *_stage_keys(job))
 
 
 def _stage_keys(job: str) -> tuple[str, ...]:
-    """Return the keys and sections of `_REINFORCEMENT` that a single-stage job reads."""
+    """Return the keys and sections of `_REINFORCEMENT` that a job without RL, such as ``sft``, reads."""
     return (*_ROW_LIMITS, SECTIONS[job].partition(".NAME")[0])
 
 
@@ -106,13 +106,14 @@ def _is_at_or_below(path: str, *sections: str) -> bool:
 def reset_unread_keys(config: RunConfig) -> RunConfig:
     """Return the configuration with the default value for every key that its job does not read.
 
-    Mistakes in these keys then cannot stop a single-stage job.
+    A job that runs only a training stage, such as SFT, does not read most of the keys for RL. With the
+    defaults, mistakes in these keys cannot stop the job.
     """
     if config.job not in SECTIONS:
         return config
     config = _reset_section(config, config.job, "")
 
-    # Remove reward models without training, which a stage would load without using them.
+    # Remove reward models that are not trained: the job would load them without using them.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 

@@ -22,9 +22,9 @@ from megatron_rl.config.sections.rollout import (
     explicit_token_id,
     profile_errors,
     profile_fields,
-    rule_id_error,
     rule_token_error,
     stop_text_error,
+    unknown_token_id_error,
 )
 from megatron_rl.config.sections.schedules import ScheduledValue, token_schedule
 from megatron_rl.data.chat_format import (
@@ -214,7 +214,7 @@ def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -
     token_id = explicit_token_id(text)
     if token_id is not None:
         if token_id >= len(tokenizer):
-            raise rule_id_error(setting, text, len(tokenizer))
+            raise unknown_token_id_error(setting, text, len(tokenizer))
         return token_id
 
     tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -83,7 +83,12 @@ class _RowSlice:
     """Format of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
-        """Return the boxes of the model's tensors in the slice; the rank ``writer`` writes the slice."""
+        """Divide the slice into boxes of the model's tensors, in the memory of the rank ``writer``.
+
+        A box is a slice of one tensor with its location in a rank's memory, here in the row-major buffer from
+        which ``writer`` writes the slice. If the tensor in the file has all experts of a layer, each expert
+        in the slice has its own boxes. Otherwise the result is one box.
+        """
         strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
         box = TensorBox(
             self.name,
@@ -527,7 +532,8 @@ def _publish_folder(
     write_other_files(temporary_folder)
     seal_folder(temporary_folder, digests)
 
-    # The folder is empty, since `_create_temporary_folder` refuses any other folder.
+    # If ``path`` exists, it is an empty folder: the export has checked this before it created the temporary
+    # folder.
     if path.is_dir():
         path.rmdir()
     os.replace(temporary_folder, path)

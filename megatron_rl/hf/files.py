@@ -103,12 +103,14 @@ class CheckpointFiles:
         if multimodal is not None:
             self._stored_names = language_model_names(self._files)
 
-        # Format of tensors with all experts of a layer: first in this checkpoint, then in an export of the
-        # model.
+        # Format in which the checkpoint's tensors contain all experts of a layer; None if each expert has
+        # its own tensors.
         fused_experts: FusedExperts | None = None
         family = BY_MODEL_TYPE.get(str(model_config.get("model_type")))
         if family is not None:
             fused_experts = family.fused_experts
+
+        # Format of the same tensors in an export of the model.
         self.export_fused_experts = fused_experts
         if multimodal is not None:
             self.export_fused_experts = multimodal.fused_experts
@@ -370,7 +372,10 @@ class CheckpointFiles:
         return dequantize(values, scales, start, block)
 
     def _read_tensor_scale(self, name: str) -> Tensor:
-        """Return the scale of a whole NVFP4 tensor, in addition to the scales of its blocks: [] float32."""
+        """Return the per-tensor scale of an NVFP4 weight, a float32 scalar.
+
+        The scales of the weight's blocks are stored separately.
+        """
         location = self._locate(name)
         if name not in self._tensor_scales:
             raise nvfp4_error(str(self._files[location.name]), name, self.shape(name), None)

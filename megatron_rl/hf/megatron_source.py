@@ -116,10 +116,13 @@ class BucketReader(ChunkReader):
 class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
-    The stored tensors are complete, like the parameters of a model on one rank. Tracing the import into such
-    a model returns the boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the
-    metadata of the tensors to read: model weights (by default from `read_pointed_checkpoint`) or an optimizer
-    state. Raises UserErrors if tensors do not match the model, or files are missing.
+    The stored tensors are complete, like the parameters of a model on one rank. A stored tensor can contain
+    several Hugging Face tensors, such as the three projections of QKV. A box is the location of a slice of
+    one Hugging Face tensor in a stored tensor.
+
+    ``checkpoint`` is the metadata of the tensors to read: model weights or an optimizer state. The default is
+    the weights to which the folder's megatron.json points. Raises UserErrors if tensors do not match the
+    model, or files are missing.
     """
 
     def __init__(
@@ -137,7 +140,8 @@ class MegatronFiles:
         if errors:
             raise UserErrors(errors)
 
-        # Boxes of Hugging Face tensors in the stored tensors.
+        # Find the locations of the Hugging Face tensors in the stored tensors: run the weight import into a
+        # model on one rank, with tensors without memory, and record what each copy reads and writes.
         self._shapes = model.tensor_shapes()
         meta_tensors: dict[str, Tensor] = {}
         for name, location in self._locations.items():
@@ -210,7 +214,10 @@ class MegatronFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Read a slice of a box from its stored tensor; ``start`` is relative to the start of the box."""
+        """Read a slice of ``box``, a part of one Hugging Face tensor, from the tensor that stores the box.
+
+        ``start`` is relative to the start of the box.
+        """
         location = self._locations[box.storage]
 
         # Convert the box's offset to coordinates in the parameter, and add ``start``.
@@ -250,9 +257,11 @@ class MegatronFiles:
 class BufferFiles(MegatronFiles):
     """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    By default the state is the float32 master weights; `with_state` returns readers of the moments.
-    ``parameters`` are the locations of the parameters in the flat buffers. Tensors that the optimizer does
-    not update, such as the biases that balance the load of experts, are read from the model's weights.
+    By default the optimizer state is the float32 master weights; `with_state` returns readers of the moments.
+    ``parameters`` are the locations of the parameters in the flat buffers. The optimizer does not update some
+    tensors, such as the biases that balance the load of experts: they are read from the model's weights.
+
+    A box is the location of a slice of one Hugging Face tensor in a parameter.
     """
 
     def __init__(
@@ -262,6 +271,7 @@ class BufferFiles(MegatronFiles):
         parameters: Sequence[FlatParameter],
     ) -> None:
         super().__init__(path, checkpoint)
+        # Megatron's name of the optimizer state to read, here of the master weights.
         self._state = MASTERS[0]
         self._buckets = BucketReader(self.path, checkpoint.buffers)
 
@@ -272,7 +282,8 @@ class BufferFiles(MegatronFiles):
             ranks = (parameter.tensor_rank, parameter.expert_rank, parameter.expert_tensor_rank)
             parameters_by_ranks.setdefault(ranks, {})[parameter.name] = parameter
 
-        # Trace the import of each shard to find the Hugging Face tensors in its parameters.
+        # Find the locations of the Hugging Face tensors in the parameters of each shard: run the weight
+        # import into the shard, with tensors without memory, and record what each copy reads and writes.
         model = read_pretrained(Path(path) / "config.json")
         layout = writer_layout(checkpoint.arguments)
         boxes: list[TensorBox] = []
@@ -303,7 +314,8 @@ class BufferFiles(MegatronFiles):
                 self._shapes,
             )
 
-        # These boxes replace the boxes in the model's weights.
+        # The base class has located all tensors in the model's weights. Tensors with optimizer state are read
+        # from the buffers instead, so replace their locations.
         for name in {box.name for box in boxes}:
             self._boxes[name] = []
         for box in boxes:
@@ -324,7 +336,11 @@ class BufferFiles(MegatronFiles):
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Read a slice of a box from the flat buffers, or from the weights if the tensor has no state."""
+        """Read a slice of ``box``, a part of one Hugging Face tensor, from the flat buffers.
+
+        ``start`` is relative to the start of the box. If the tensor has no optimizer state, the slice is read
+        from the model's weights.
+        """
         parameter = self._flat_parameters.get(box.storage)
         if parameter is None:
             return super()._read_stored(box, start, size)

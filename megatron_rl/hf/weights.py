@@ -1,4 +1,7 @@
-"""Import of Hugging Face checkpoints into Megatron models: boxes of their tensors, and loading.
+"""Import of Hugging Face checkpoints into Megatron models.
+
+A box is a slice of a Hugging Face tensor with its location in a rank's parameter. `source_boxes` computes the
+boxes of a model, and loading copies the values of each box.
 
 Each parameter is read by one of the ranks with the same shard, and broadcast to the other ranks. A
 data-parallel group therefore reads each byte once.
@@ -48,11 +51,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def source_boxes(model: ChunkedModel) -> list[TensorBox]:
-    """Return the boxes of the checkpoint's tensors in this rank's parameters.
+    """Return the slices of Hugging Face tensors that this rank's parameters contain, with their locations.
 
-    Storage names are the names of `live_parameters`. Raises CoverageError unless every element, except for
-    the padding of the vocabulary, is filled exactly once, and UserError for parameters with equal or unknown
-    names.
+    A box is one slice with its location in a parameter. ``TensorBox.storage`` is the parameter's name in
+    `live_parameters`.
+
+    Raises CoverageError unless the boxes fill every element exactly once, except for the padding of the
+    vocabulary. Raises UserError if two parameters have the same name, or a name is unknown.
     """
     parameters = live_parameters(model)
 
@@ -69,7 +74,7 @@ def source_boxes(model: ChunkedModel) -> list[TensorBox]:
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
 
-    # Trace the import on meta tensors, which records the box of each copy and reads no values.
+    # Run the weight import on meta tensors: it reads no values, and the box of each copy is recorded.
     meta_tensors: dict[str, Tensor] = {}
     for name, storage in storage_by_name.items():
         meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
@@ -178,7 +183,7 @@ def _read_parameters(
     model: ChunkedModel,
     files: Checkpoint,
 ) -> None:
-    """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time."""
+    """Load the parameters whose names are in ``selected_names`` from a checkpoint's files, slice by slice."""
     boxes = source_boxes(model)
     padded_names = vocabulary_names(describe_model(model.hf_config).shape)
     with torch.no_grad():

@@ -25,8 +25,8 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.config.adapters import (
     adapters_of,
     is_initial_actor,
-    separate_adapters,
     separate_base_reason,
+    separately_synced_adapters,
 )
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.hub import model_source
@@ -129,7 +129,11 @@ class Roles:
 
     @property
     def models(self) -> list[ModelRole]:
-        """Return every role with a Megatron model: actor, forward roles and reward models."""
+        """Return every role with a Megatron model.
+
+        The roles are the actor, the roles that run a forward pass before the updates (critic, reference,
+        teachers), and the reward models.
+        """
         return [
             self.actor,
             *self.forward_roles.values(),
@@ -182,7 +186,7 @@ def build_roles(
         filters=config.rollout.filters,
         learns_from_rewards=algorithm.needs_rewards,
     )
-    adapters = separate_adapters(config)
+    adapters = separately_synced_adapters(config)
 
     # Build the engine first and put it to sleep: engine and models need not fit in device memory together.
     routing_shape = _routing_shape(config, "rollout")
@@ -196,7 +200,7 @@ def build_roles(
     forward_roles = build_forward_roles(config, algorithm, actor)
     reward_models = tuple(build_reward_model(config, name) for name in config.reward.models)
     show_part("plan of the weight sync")
-    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
+    hybrid_engine = _build_weight_sync(config, actor, rollout, adapters is not None, log)
 
     needs_scoring_pass = scoring_pass_reason(config, algorithm) is not None
     roles = Roles(
@@ -254,7 +258,7 @@ def build_frozen_roles(
     # The adapters of a Hugging Face model are merged, so the engine receives no separate adapters.
     adapters = None
     if path is None:
-        adapters = separate_adapters(config)
+        adapters = separately_synced_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
 
     layout = role_layout(config.actor.layout, "actor.layout")
@@ -268,7 +272,7 @@ def build_frozen_roles(
     )
 
     reward_models = tuple(build_reward_model(config, name) for name in config.reward.models)
-    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None)
+    hybrid_engine = _build_weight_sync(config, actor, rollout, adapters is not None)
     return Roles(actor, rollout, hybrid_engine, reward, reward_models=reward_models)
 
 
@@ -311,7 +315,7 @@ def build_forward_roles(config: RunConfig, algorithm: Algorithm, actor: ModelRol
 
 
 def build_reward_model(config: RunConfig, name: str) -> RewardModel:
-    """Build the reward model `reward.models.NAME`, which is frozen unless a stage still has to train it.
+    """Build the reward model `reward.models.NAME`, which is frozen in RL steps.
 
     Collective over the world.
     """
@@ -326,9 +330,9 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a stage trains. The stage creates the optimizer itself.
+    """Build the role that a training stage before RL trains, such as the actor for SFT.
 
-    Collective over the world.
+    The role has no optimizer: the training stage creates the optimizer. Collective over the world.
     """
     return build_model_role(config, spec_at(plan.role), plan.role, updates=None)
 
@@ -447,14 +451,15 @@ def _find_starting_model(
 ) -> tuple[str | None, bool]:
     """Return the path of the Hugging Face model that a role starts from, and whether the role is trainable.
 
-    Returns None as the path if neither a stage nor the role's section names a model.
+    Returns None as the path if no training stage before RL has written a model, and the role's section names
+    no model.
     """
     if spec is ACTOR:
         return current_model(config), True
     if spec is not REWARD_MODELS:
         return section.path, spec.trains
 
-    # A reward model is trained only by a stage, and is frozen after the stage has written its model.
+    # A reward model is trained only by a stage before RL. It is frozen after the stage has written it.
     for plan in stage_plans(config):
         if plan.role == path and plan.has_ended:
             return str(plan.model), False
@@ -464,8 +469,9 @@ def _find_starting_model(
 def _adapter_settings(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
     """Return the settings of the LoRA adapters to attach to a role's model, or None without adapters.
 
-    A completed stage of the actor has merged the adapters of ``lora.path`` into its model. After such a stage
-    the actor gets new adapters, which start from zero.
+    ``lora.path`` are adapters from which training starts. If the actor has completed a training stage before
+    RL, such as SFT, the stage has merged these adapters into the actor's weights. The actor then gets new
+    adapters, which start from zero.
     """
     lora = getattr(section, "lora", None)
     if lora is not None and spec is ACTOR and current_model(config) != config.model.path:
@@ -553,8 +559,9 @@ def build_pretrained(
 def weights_folder(config: RunConfig, path: str | None) -> str:
     """Return the folder with a role's initial weights: ``path``, or `model.path` for None.
 
-    The folder is also `model.path` if the actor's stages have not written the model at ``path`` yet. The
-    stage's model is loaded into the role after the stage has written it.
+    The actor's training stages before RL, such as SFT, write the model from which RL starts. If ``path`` is
+    this model and the stages have not written it yet, the result is `model.path`. The trainer loads the
+    stages' model into the role after the stages.
     """
     if path is None or (path == starting_model(config) and not Path(path).is_dir()):
         return config.model.path
@@ -582,14 +589,18 @@ def _load_model_provider(config: RunConfig, path: str) -> Provider | None:
     return load_provider(config.model.provider, config.model.weights, arguments)
 
 
-def _build_hybrid_engine(
+def _build_weight_sync(
     config: RunConfig,
     actor: ModelRole,
     rollout: RolloutRole,
     has_separate_adapters: bool,
     log: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
-    """Build the weight sync from the actor to an engine in the job's processes, or to servers."""
+    """Build the object that syncs the actor's weights to the engine.
+
+    It is a `HybridEngine` for an engine in the job's processes, and `ServedWeights` for servers.
+    ``has_separate_adapters``: whether a sync sends the adapters without base weights.
+    """
     # A sync only reads the weights: gradients and optimizer states may stay in host memory.
     engine = rollout.engine
     resident = partial(actor.resident, ResidencyLevel.READ_WEIGHTS)
@@ -601,6 +612,9 @@ def _build_hybrid_engine(
     engine_adapters = None
     if engine is not None:
         engine_adapters = engine.adapters
+
+    # If another role uses a rank of this engine, the engine releases its memory between rollouts.
+    is_engine_offloaded = device.rank() in sleeping_ranks(role_layouts(config, device.world_size()))
     return HybridEngine(
         actor.model,
         engine,
@@ -609,7 +623,7 @@ def _build_hybrid_engine(
         resident=resident,
         separate_adapters=has_separate_adapters,
         adapters=engine_adapters,
-        sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
+        sleeps=is_engine_offloaded,
         every=config.hybrid_engine.every,
     )
 

@@ -116,7 +116,10 @@ class ModelRole:
             self.residency.optimizer = optimizer
 
     def resident(self, level: ResidencyLevel = ResidencyLevel.TRAINING) -> AbstractContextManager[None]:
-        """Keep the tensors that ``level`` includes in device memory inside the block."""
+        """Return a context in which some of the role's tensors are in device memory.
+
+        ``level`` selects the tensors: for example, a forward pass needs no optimizer states.
+        """
         if not self.residency.can_offload:
             return nullcontext()
         return self.residency.resident(level)
@@ -183,10 +186,11 @@ class ModelRole:
         )
 
     def _make_top_columns(self, num_tokens: int, micro_outputs: list[TokenOutputs]) -> dict[str, Tensor]:
-        """Concatenate the most likely tokens of all micro-batches: a column of ids, and one of log-probs.
+        """Concatenate the ids and log-probs of the most likely tokens over all micro-batches.
 
-        Ids are [n, num_tokens] int32. Log-probs are [n, num_tokens + 1] float32. The last column has the
-        log-prob of all remaining tokens of the vocabulary together.
+        The result has two tensors by name, with a row for each of n positions. Ids are [n, num_tokens] int32.
+        Log-probs are [n, num_tokens + 1] float32: the last element of a row is the log-prob of all remaining
+        tokens of the vocabulary together.
         """
         # Start from empty tensors: a rank without rows must return columns of the same dtypes and shapes.
         ids = [torch.zeros((0, num_tokens), dtype=torch.int32)]

@@ -137,8 +137,8 @@ class RewardRole:
     Only the first rank sends requests to servers: the whole job shares its request limits, its cache of
     answers and its record of each server's health.
 
-    ``key``: configuration key of a function other than `reward.function`, such as an evaluator, or empty.
-        Such a function also rewards rows that an environment has already rewarded.
+    ``evaluator_key``: configuration key of the function if the role computes rewards for an evaluation, empty
+        otherwise. An evaluator's rewards replace the rewards from environments.
     ``source_functions``: source in `data.sources` -> function that rewards its rows in place of
         `reward.function`.
     ``filters``: filters of training samples, see `run_filters`; None for no filters.
@@ -150,14 +150,14 @@ class RewardRole:
         self,
         config: RewardConfig,
         tokenizer: Any,
-        key: str = "",
+        evaluator_key: str = "",
         source_functions: Mapping[str, str] = MappingProxyType({}),
         filters: FiltersConfig | None = None,
         learns_from_rewards: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._visible_text = VisibleText(tokenizer)
-        self._ignores_environments = bool(key)
+        self._ignores_environments = bool(evaluator_key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         # Name of a function -> executor with one thread, since the function's processes handle one list of
         # samples at a time. With separate threads, groups do not wait for the function of another source.
@@ -173,7 +173,7 @@ class RewardRole:
                 self._scorers[FUNCTION] = (config.weight, SourceRewards(config, source_functions))
             for name, weight in config.scorer_weights.items():
                 if name not in self._scorers:
-                    self._scorers[name] = (weight, _make_scorer(name, config, key))
+                    self._scorers[name] = (weight, _make_scorer(name, config, evaluator_key))
         except BaseException:
             # End the processes of scorers that were created before the error.
             self.close()
@@ -198,10 +198,10 @@ class RewardRole:
         return len(self._scorers)
 
     @property
-    def has_functions(self) -> bool:
-        """Return whether this rank runs a scorer in its worker processes.
+    def has_local_scorers(self) -> bool:
+        """Return whether a scorer runs in worker processes of this rank, and not on a server.
 
-        Only such a scorer can reward finished groups while other groups are sampled.
+        Scorers in worker processes can reward finished groups while other groups are still sampled.
         """
         return bool(self._functions)
 
@@ -233,9 +233,9 @@ class RewardRole:
         # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
-        answers = environment_answers(rollouts)
+        rewarded_rows = environment_results(rollouts)
         failed_rows = _failed_rows(rollouts)
-        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed_rows]
+        rows = [row for row in range(len(rollouts)) if row not in rewarded_rows and row not in failed_rows]
         if not rows:
             return
 
@@ -308,23 +308,30 @@ class RewardRole:
         if filters is None:
             return NOTHING_FILTERED
 
-        # Filter this rank's rows, without rows that already have an answer.
-        available_answers = (early_rewards or {}).get(FILTERS, {})
+        # Filter this rank's rows, without rows that were filtered during sampling.
+        early_results = (early_rewards or {}).get(FILTERS, {})
         failed_rows = _failed_rows(rollouts)
         rank_rows = _rows_of_rank(rollouts, replica_group, filters)
-        rows = [row for row in rank_rows if row not in available_answers and row not in failed_rows]
+        rows = [row for row in rank_rows if row not in early_results and row not in failed_rows]
         samples = self._make_samples(prompts, rollouts, rows, filters.optional_fields)
-        verdicts = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
+        new_results = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
 
-        answers = dict(available_answers)
-        for rank_answers in replica_group.gather_objects(dict(zip(rows, verdicts, strict=True))):
-            answers |= rank_answers
+        filter_results = dict(early_results)
+        for rank_results in replica_group.gather_objects(dict(zip(rows, new_results, strict=True))):
+            filter_results |= rank_results
 
-        # A row on which a filter raised an exception counts as failed, not as removed by the filter.
-        filter_names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
-        failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
+        # A filter's result has the reason `FILTERED` and the filter's name as message if the filter removes
+        # the row, and another reason if the filter raised an exception. In the second case the row counts as
+        # failed, not as removed.
+        filter_names: dict[int, str] = {}
+        failures: dict[int, Answer] = {}
+        for row, result in filter_results.items():
+            if result.reason == FILTERED:
+                filter_names[row] = result.message
+            elif result.reason is not None:
+                failures[row] = result
 
-        # Every rank has the answers of all ranks, so these are counts over the whole batch.
+        # Every rank has the results of all ranks, so these are counts over the whole batch.
         counts = Counter(filter_names.values())
         metrics = Metrics()
         for name in filters.config.names:
@@ -342,9 +349,10 @@ class RewardRole:
         """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
 
         A row is not passed to a scorer if
-        - an environment rewarded it, or a filter removed it with a reward: the first scorer's result contains
-          this reward, and the rewards of the other scorers are 0;
-        - a filter dropped it, the engine or the environment failed on it, or an earlier scorer failed on it;
+        - an environment rewarded the row, or a filter removed it and `on_filtered` is `reward`: the first
+          scorer's result contains this reward, and the rewards of the other scorers are 0;
+        - a filter removed the row, and `on_filtered` is `drop`;
+        - the engine, the environment, a filter or an earlier scorer failed on the row;
         - ``early_rewards`` has the scorer's reward of the row, which the result contains.
 
         Arguments:
@@ -354,16 +362,18 @@ class RewardRole:
             early_rewards: rewards from `gather_early_rewards`, or None.
             filtered: rows that filters removed, from `run_filters`.
         """
-        # Rows that have an answer from an environment or a filter. An evaluator also rewards the rows that an
-        # environment has rewarded, so drop the environment's rewards, but not its failures.
-        existing_answers = environment_answers(rollouts)
+        # Collect the rewards and failures from environments. An evaluator computes the rewards itself, so
+        # drop the environments' rewards, but not their failures.
+        existing_results = environment_results(rollouts)
         if self._ignores_environments:
             environment_failures: dict[int, Answer] = {}
-            for row, answer in existing_answers.items():
-                if answer.reason is not None:
-                    environment_failures[row] = answer
-            existing_answers = environment_failures
-        existing_answers |= filtered.answers
+            for row, row_result in existing_results.items():
+                if row_result.reason is not None:
+                    environment_failures[row] = row_result
+            existing_results = environment_failures
+
+        # Add the fixed rewards of rows that filters removed, and the failures of filters.
+        existing_results |= filtered.answers
         failed_rows = _failed_rows(rollouts)
         skipped_rows = failed_rows | filtered.dropped_rows
 
@@ -371,10 +381,10 @@ class RewardRole:
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, replica_group, scorer)
-            all_answers = dict((early_rewards or {}).get(name, {}))
-            all_answers |= existing_answers
-            available_answers = {
-                row: answer for row, answer in all_answers.items() if row not in skipped_rows
+            all_results = dict((early_rewards or {}).get(name, {}))
+            all_results |= existing_results
+            available_results = {
+                row: row_result for row, row_result in all_results.items() if row not in skipped_rows
             }
             fields = scorer.optional_fields
             make_samples = partial(self._make_samples, prompts, rollouts, optional_fields=fields)
@@ -384,34 +394,38 @@ class RewardRole:
                 scorer,
                 make_samples,
                 rows,
-                available_answers,
+                available_results,
                 skipped_rows,
                 replica_group,
             )
-            saved_rows = (skipped_rows - failed_rows) | filtered.filter_by_row.keys()
-            results.append(self._add_saved_metric(result, rows, saved_rows))
+
+            # The scorer has less work because of filters and of failures of earlier scorers. Rows on which
+            # the engine or the environment failed do not count.
+            avoided_rows = (skipped_rows - failed_rows) | filtered.filter_by_row.keys()
+            results.append(self._add_avoided_calls_metric(result, rows, avoided_rows))
             skipped_rows = skipped_rows | set(result.reasons)
 
             # The first scorer's result contains the rewards of environments: the other scorers add 0.
-            for row, answer in existing_answers.items():
-                if answer.reason is None:
-                    existing_answers[row] = Answer(reason=None, reward=0.0)
+            for row, row_result in existing_results.items():
+                if row_result.reason is None:
+                    existing_results[row] = Answer(reason=None, reward=0.0)
         return results
 
-    def _add_saved_metric(
-        self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
+    def _add_avoided_calls_metric(
+        self, result: ScorerResult, rows: Sequence[int], avoided_rows: Set[int]
     ) -> ScorerResult:
-        """Add the metric `reward/saved/SCORER` to a scorer's result.
+        """Add the fraction of rows that did not need a call of the scorer to the scorer's metrics.
 
-        The metric is the share of this rank's ``rows`` that are in ``saved_rows``: rows that were not passed
-        to the scorer, since a filter removed them or an earlier scorer failed on them.
+        The metric is ``reward/saved/SCORER``. ``rows`` are this rank's rows. The scorer was not called for
+        ``avoided_rows``, because a filter removed the row or an earlier scorer failed on it. Without filters
+        the first scorer has no such rows, and the metric is not added.
         """
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
             return result
-        saved_count = len(saved_rows & set(rows))
-        saved_share = Metrics.mean(f"reward/saved/{result.name}", float(saved_count), float(len(rows)))
-        return replace(result, metrics=result.metrics + saved_share)
+        avoided_count = len(avoided_rows & set(rows))
+        avoided_share = Metrics.mean(f"reward/saved/{result.name}", float(avoided_count), float(len(rows)))
+        return replace(result, metrics=result.metrics + avoided_share)
 
     def _make_samples(
         self,
@@ -460,8 +474,9 @@ class RewardRole:
     def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
         """Return the turns of each row: first ``prompt``, then alternately ``policy`` and ``environment``.
 
-        A turn is a mapping with ``role``, ``content`` (text with special tokens) and ``tokens`` (their
-        number). A turn of the policy also has ``tool_calls``, if any were parsed from it.
+        A turn is a mapping with ``role``, ``content`` and ``tokens``. ``content`` is the text, including
+        special tokens, and ``tokens`` is the number of tokens in the turn. A turn of the policy also has
+        ``tool_calls``, if any were parsed from it.
         """
         rows = zip(
             split_rows(rollouts.tokens, rollouts.lengths),
@@ -527,33 +542,34 @@ def _run_scorer(
     scorer: Scorer,
     make_samples: _MakeSamples,
     rows: list[int],
-    available_answers: Mapping[int, Answer],
+    available_results: Mapping[int, Answer],
     skipped_rows: Set[int],
     replica_group: ReplicaGroup,
 ) -> ScorerResult:
     """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
-    Rows in ``available_answers`` are not passed to the scorer; the result contains the available answers.
-    Rows in ``skipped_rows`` are not passed to the scorer, either; their reward is NaN.
+    Rows in ``available_results`` already have a reward or a failure: they are not passed to the scorer, and
+    the returned result contains the available rewards and failures. Rows in ``skipped_rows`` are not passed
+    to the scorer, either; their reward is NaN.
     """
-    # Run the scorer on the rows without an available answer.
-    new_rows = [row for row in rows if row not in available_answers and row not in skipped_rows]
+    # Run the scorer on the rows without an available result.
+    new_rows = [row for row in rows if row not in available_results and row not in skipped_rows]
     new_result = scorer.score(make_samples(new_rows))
-    answers = dict(zip(new_rows, new_result.answers, strict=True))
-    answers |= {row: available_answers[row] for row in rows if row in available_answers}
+    result_by_row = dict(zip(new_rows, new_result.answers, strict=True))
+    result_by_row |= {row: available_results[row] for row in rows if row in available_results}
 
-    # Skipped rows have no answer: their rewards stay NaN.
-    answered_rows = sorted(answers)
-    result = RewardResult([answers[row] for row in answered_rows], new_result.extra_metrics)
+    # Skipped rows have no result: their rewards stay NaN.
+    rows_with_result = sorted(result_by_row)
+    result = RewardResult([result_by_row[row] for row in rows_with_result], new_result.extra_metrics)
     index_by_row = {row: index for index, row in enumerate(rows)}
-    indices = torch.tensor([index_by_row[row] for row in answered_rows], dtype=torch.long)
+    indices = torch.tensor([index_by_row[row] for row in rows_with_result], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
 
-    # `failure.row` is an index of ``answered_rows``: convert it to a row of the batch.
+    # `failure.row` is an index of ``rows_with_result``: convert it to a row of the batch.
     failures: dict[int, tuple[str, str]] = {}
     for failure in result.failures:
         message = last_lines(failure.message, MAX_REASON_CHARACTERS)
-        failures[answered_rows[failure.row]] = (failure.reason, message)
+        failures[rows_with_result[failure.row]] = (failure.reason, message)
 
     # All ranks must return the same columns, although a function may return different components per sample.
     rank_results = replica_group.gather_objects((set(result.components), failures))
@@ -588,13 +604,14 @@ def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor
     return result
 
 
-def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
+def _make_scorer(name: str, config: RewardConfig, evaluator_key: str) -> Scorer:
     """Create the scorer that the section `reward.NAME` configures.
 
-    ``key``: configuration key of a function other than `reward.function`, for errors, or empty.
+    Errors about the user's function print its configuration key: ``evaluator_key``, or `reward.function` if
+    ``evaluator_key`` is empty.
     """
     if name == FUNCTION:
-        return FunctionReward(config, key=key)
+        return FunctionReward(config, key=evaluator_key)
 
     make_scorer_by_name = {"code": make_code_reward, "http": HttpReward, "judge": JudgeReward}
     section = getattr(config, name)
@@ -607,12 +624,14 @@ def _filter_rows(
     samples: Sequence[Sample],
     response_ids: Sequence[Sequence[int]],
 ) -> _EarlyAnswers:
-    """Run the filters on the samples of ``rows``; return `FILTERS` and a dictionary of row -> answer.
+    """Run the filters on the samples of ``rows``; return (`FILTERS`, results).
 
+    The results map each row to an `Answer`: the row passes, a filter removes it, or a filter fails on it. For
+    the rewards of a scorer, `_score_rows` returns the scorer's name in place of the constant `FILTERS`.
     ``response_ids``: token ids of the responses.
     """
-    answers = filters.compute_answers(samples, response_ids)
-    return FILTERS, dict(zip(rows, answers, strict=True))
+    filter_results = filters.compute_answers(samples, response_ids)
+    return FILTERS, dict(zip(rows, filter_results, strict=True))
 
 
 def _score_rows(
@@ -621,16 +640,17 @@ def _score_rows(
     sample_by_row: Mapping[int, Sample],
     filter_future: Future[_EarlyAnswers] | None,
 ) -> _EarlyAnswers:
-    """Run a scorer on the samples that pass the filters; return its name and a dictionary of row -> answer.
+    """Run a scorer on the samples that pass the filters; return (name of the scorer, results).
 
-    ``filter_future``: future of the call of `_filter_rows` for these samples, or None without filters.
+    The results map each row to an `Answer`: a reward, or the reason of a failure. ``filter_future`` is the
+    future of the call of `_filter_rows` for these samples, or None without filters.
     """
     if filter_future is not None:
-        _, filter_answers = filter_future.result()
-        passed_rows = [row for row in sample_by_row if filter_answers[row].reason is None]
+        _, filter_results = filter_future.result()
+        passed_rows = [row for row in sample_by_row if filter_results[row].reason is None]
         sample_by_row = {row: sample_by_row[row] for row in passed_rows}
-    answers = scorer.compute_answers(list(sample_by_row.values()))
-    return name, dict(zip(sample_by_row, answers, strict=True))
+    scorer_results = scorer.compute_answers(list(sample_by_row.values()))
+    return name, dict(zip(sample_by_row, scorer_results, strict=True))
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
@@ -687,17 +707,20 @@ def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
     return token_fields
 
 
-def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
-    """Return the rewards and failures from environments, by row; other rows are absent."""
-    answers: dict[int, Answer] = {}
+def environment_results(rollouts: Rollouts) -> dict[int, Answer]:
+    """Return the rewards and failures from environments, by row.
+
+    Rows without a reward or failure from an environment are absent.
+    """
+    results: dict[int, Answer] = {}
     for row, outcome in enumerate(rollouts.outcomes or ()):
         if outcome is None:
             continue
         if outcome.failure is not None:
-            answers[row] = Answer(outcome.failure, outcome.message)
+            results[row] = Answer(outcome.failure, outcome.message)
         elif outcome.reward is not None:
-            answers[row] = Answer(reason=None, reward=outcome.reward, components=outcome.components)
-    return answers
+            results[row] = Answer(reason=None, reward=outcome.reward, components=outcome.components)
+    return results
 
 
 class RewardModel:

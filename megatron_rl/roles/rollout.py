@@ -100,7 +100,8 @@ class RolloutRole:
             next_round = store_increment("rounds")
         round_number = broadcast_object(next_round, self.layout.ranks)
 
-        # A round of the open order ends when all ranks without an engine wait in `gather_new_tokens`.
+        # With `rollout.order: open`, replicas sample until enough groups are finished and all ranks without
+        # an engine wait in `gather_new_tokens`. `OpenRoundEnd` detects this with counters in the job's store.
         round_end = None
         if generation_round.open_round_number is not None:
             num_ranks_without_engine = device.world_size() - len(self.layout.ranks)
@@ -118,8 +119,8 @@ class RolloutRole:
         if on_finished is not None or round_end is not None:
             finish_callback = report_finished
 
-        # With environments or in the open order, the schedule depends on time, which differs between ranks:
-        # the first rank of a replica computes the schedule for all of the replica's ranks.
+        # With environments or `rollout.order: open`, the schedule depends on time, which differs between
+        # ranks: the first rank of a replica computes the schedule for all of the replica's ranks.
         only_leader_schedules = self.environment is not None or round_end is not None
         new_tokens = sample_round(
             self.engine,
@@ -155,7 +156,8 @@ class RolloutRole:
 
         Collective over the replica group.
         """
-        # In the open order the replicas sample until all ranks without an engine have reached this call.
+        # With `rollout.order: open`, the replicas sample until all ranks without an engine wait for the
+        # gather below. Count this rank as waiting.
         if generation_round.open_round_number is not None and self.engine is None:
             count_waiting_learner(generation_round.open_round_number)
 
@@ -187,9 +189,11 @@ class RolloutRole:
         """Return the scheduler of this rank's replica: a `MultiTurnScheduler` on ranks with environments.
 
         ``only_leader_schedules``: whether only the first rank of the replica computes the schedule and
-        broadcasts it.
+        broadcasts it to the replica's other ranks. ``round_end`` is set with `rollout.order: open`, and None
+        otherwise.
         """
-        # In the open order `OpenRoundEnd` ends the round; otherwise the round ends with its last group.
+        # With `rollout.order: open`, a round ends when enough groups are finished and all ranks without an
+        # engine wait for them. Otherwise the round ends with its last group.
         coordinates = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[coordinates.data]
         stop_when = None

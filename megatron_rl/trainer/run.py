@@ -574,7 +574,8 @@ class Training:
     ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        ``layout``, ``in_background``: see `checkpoint.save_checkpoint`. Collective over the world.
+        ``layout`` is the ``optimizer_format`` of `checkpoint.save_checkpoint`, which also explains
+        ``in_background``. Collective over the world.
         """
         pending_checkpoint = self.state.save(
             path,

@@ -146,7 +146,7 @@ class RolloutSource:
         # replicas are gathered. Only the gather determines which groups are finished, so no rewards can be
         # computed during sampling.
         on_finished = None
-        if reward.has_functions and generation_round.max_round_tokens is None:
+        if reward.has_local_scorers and generation_round.max_round_tokens is None:
             on_finished = reward.start_early_rewards
         pending = PendingRound(generation_round, rollout.infer(generation_round, on_finished))
 

@@ -470,7 +470,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
             trained_roles,
             state,
             keep=1,
-            layout=layout,
+            optimizer_format=layout,
             in_background=in_background,
         )
 

@@ -139,7 +139,8 @@ class TrainerState:
     ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint of the roles and this state into the folder ``path``.
 
-        ``layout``, ``in_background``: see `checkpoint.save_checkpoint`. Collective over the world.
+        ``layout`` is the ``optimizer_format`` of `checkpoint.save_checkpoint`, which also explains
+        ``in_background``. Collective over the world.
         """
         # Retain the checkpoints of the best steps in addition to the newest ones.
         best_steps = [step for step, _ in self.best.kept]
@@ -156,7 +157,7 @@ class TrainerState:
                 self.state_dict(roles),
                 settings.keep,
                 best_steps,
-                layout=layout,
+                optimizer_format=layout,
                 in_background=in_background,
             )
 

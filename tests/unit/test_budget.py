@@ -9,7 +9,7 @@ import pytest
 import torch
 from config_workspace import CONFIG, write_workspace
 
-from megatron_rl.config.budget import memory_plan, optimizer_bytes_per_parameter, optimizer_bytes_saved
+from megatron_rl.config.budget import memory_plan, optimizer_bytes_per_parameter, optimizer_checkpoint_bytes
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import role_layouts, sleeping_ranks
@@ -48,7 +48,7 @@ def test_roles_on_one_rank_work_in_turn() -> None:
     layouts: dict[str, ParallelLayout] = dict.fromkeys(("actor", "critic", "reference", "rollout"), layout)
     (rank,) = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
     size = {item.name: item.bytes for item in rank.items}
-    stays = sum(item.bytes for item in rank.items if item.turn is None and "learn" in item.phases)
+    stays = sum(item.bytes for item in rank.items if item.active_role is None and "learn" in item.phases)
     # The critic has updated, and let its activations go, before the actor begins.
     assert size["critic activations"] == size["activations"] > 0
     assert rank.phase_peak("learn") == stays + size["activations"] + size["logits chunk"]
@@ -81,8 +81,8 @@ def test_a_role_that_offloads_is_on_the_device_in_its_turn_alone() -> None:
     adapted = resolve(adapted, 4, shape=SHAPE).config
     layouts = role_layouts(adapted, 4)
     rank, *_ = memory_plan(adapted, layouts, {"actor": SHAPE}, batch_plan(adapted, layouts))
-    turns = {item.name: item.turn for item in rank.items}
-    assert turns["actor weights"] is None and turns["gradients"] == "actor"
+    active_roles = {item.name: item.active_role for item in rank.items}
+    assert active_roles["actor weights"] is None and active_roles["gradients"] == "actor"
 
 
 def test_uneven_stages_are_counted_as_they_are() -> None:
@@ -121,8 +121,8 @@ def test_an_optimizer_on_the_host_takes_nothing_on_the_device() -> None:
     on_device, on_host = ranks
     states, copies = ({item.name: item for item in rank.items}["optimizer"] for rank in ranks)
     assert copies.bytes == 2 * states.bytes and on_device.peak - on_host.peak == states.bytes
-    assert optimizer_bytes_saved(copies.bytes, OptimizerConfig(offload=True), 4) == copies.bytes * 3 // 4
-    assert optimizer_bytes_saved(states.bytes, OptimizerConfig(), 4) == copies.bytes * 3 // 4
+    assert optimizer_checkpoint_bytes(copies.bytes, OptimizerConfig(offload=True), 4) == copies.bytes * 3 // 4
+    assert optimizer_checkpoint_bytes(states.bytes, OptimizerConfig(), 4) == copies.bytes * 3 // 4
 
 
 def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None:

@@ -16,11 +16,11 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
     biased_token_texts,
     explicit_token_id,
-    rule_id_error,
     rule_token_error,
     stop_engine_error,
     stop_strings,
     stop_text_error,
+    unknown_token_id_error,
 )
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
@@ -156,7 +156,7 @@ def biased_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserErro
             token_id = explicit_token_id(text)
             if token_id is not None:
                 if token_id >= vocabulary_size:
-                    yield rule_id_error(setting, text, vocabulary_size)
+                    yield unknown_token_id_error(setting, text, vocabulary_size)
                 continue
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown_token:

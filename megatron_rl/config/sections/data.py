@@ -16,9 +16,9 @@ from megatron_rl.errors import UserError
 
 
 def override_field(name: str, meaning: str, **attributes: Any) -> Any:
-    """Return a dataclass field for the section of a data set that overrides the key ``name`` of ``data``.
+    """Return a dataclass field: the setting of one data set that overrides the setting ``name`` of ``data``.
 
-    ``attributes`` are further fields of `Setting`.
+    Its default None means the value in ``data``. ``attributes`` are further fields of `Setting`.
     """
     return setting(None, meaning, unset=f"data.{name}", **attributes)
 
@@ -248,7 +248,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SetFields(DataConfig):
-    """Record fields of one data set: the names in ``data``, with the overrides of the set's section."""
+    """Settings of ``data`` for one data set, with the overrides of the data set's section."""
 
     section_path: str = "data"
     """Path of the section that overrides the names."""
@@ -278,9 +278,10 @@ FIELDS = (
 
 
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
-    """Return the record fields of the data set that ``section`` at ``path`` describes.
+    """Return the settings of ``data`` for one data set, with the overrides of the data set's section.
 
-    Each of `FIELDS` that the section sets replaces the value in ``data``.
+    ``section`` is the data set's section at the configuration path ``path``. Each setting in `FIELDS` that
+    the section sets replaces the value in ``data``.
     """
     values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
     for name in FIELDS:
@@ -288,7 +289,7 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    # The section of a stage has no system message and no chat-template arguments.
+    # The section of a training stage, such as `sft`, has no system message and no chat-template arguments.
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )

@@ -85,7 +85,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a removed response, or None if removed responses are not trained on."""
+        """Return the reward of responses that a filter removed, or None if these responses are dropped."""
         if self.on_filtered == DROP:
             return None
 

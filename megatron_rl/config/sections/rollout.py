@@ -565,14 +565,15 @@ def _schedules(rollout: RolloutConfig) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of temperatures and top-p that are schedules, in the rollout and in each profile."""
+    """Yield the errors of each temperature and top-p that is a schedule, in the rollout and its profiles."""
     for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
-        # Lower positive temperatures are raised to this bound, so the schedule would not be linear.
-        lowest_number = 0.0
+        # The sampler raises positive temperatures to `LOWEST_TEMPERATURE`. If a schedule had lower
+        # temperatures, the sampled ones would not be linear.
+        lower_bound = 0.0
         if name == "temperature":
-            lowest_number = LOWEST_TEMPERATURE
-        yield from schedule_errors(path, value, profile_fields()[name], lowest_number)
+            lower_bound = LOWEST_TEMPERATURE
+        yield from schedule_errors(path, value, profile_fields()[name], lower_bound)
 
         if changes_over_tokens(value) and not rollout.capabilities.token_history:
             choices = engines_with(token_history=True)
@@ -824,10 +825,10 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
     )
 
 
-def rule_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
-    """Return the error for a ``text`` such as ``token_id:17`` whose id is not in the vocabulary.
+def unknown_token_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
+    """Return the error for a ``text``, such as ``token_id:17``, whose token id is not in the vocabulary.
 
-    ``setting`` is the path of the setting with the text.
+    ``setting`` is the configuration key with the text.
     """
     return UserError(
         f"{text} is not a token of this model",

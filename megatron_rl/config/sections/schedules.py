@@ -64,9 +64,10 @@ def changes_over_tokens(value: ScheduledValue) -> bool:
 
 
 def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSchedule:
-    """Return a setting's schedule over the tokens of a turn at a training step; the setting must be valid.
+    """Return how a setting changes over the tokens of a turn at training step ``step``.
 
-    ``step`` counts from 1. None returns the schedule after the last change over steps.
+    The start and end of this change may be schedules over training steps: the result has their values at
+    ``step``. Steps count from 1; None means a step after the last change. ``value`` must be valid.
 
     Example:
         >>> token_schedule({"start": {"start": 1.4, "end": 1.0, "steps": 4}, "end": 0.6, "over": 64}, step=3)
@@ -143,9 +144,12 @@ def _step_errors(
 
 
 def _keys_error(path: str, value: Mapping[str, Any]) -> UserError:
-    """Return the error for a section ``value`` whose keys are not the keys of a schedule."""
+    """Return the error for a section ``value`` whose keys are not the keys of a schedule.
+
+    A schedule over training steps has the key ``steps``; a schedule over the tokens of a turn has ``over``.
+    """
     fix = f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}, or over: 64 for a change over tokens"
-    # With both lengths, the user probably wants a change over steps and over tokens.
+    # If both `steps` and `over` are set, the user probably wants a change over steps and over tokens.
     if _STEPS in value and _TOKENS in value:
         fix = (
             "put the change over steps into start or end: "

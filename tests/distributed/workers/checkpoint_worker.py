@@ -164,7 +164,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                     folder / case["shards"],
                     roles,
                     STATE,
-                    layout=SAME,
+                    optimizer_format=SAME,
                     in_background=True,
                 )
 
@@ -229,7 +229,7 @@ def save_for_megatron(
 
     dist.barrier()
     with model.scope():
-        state, _ = sharded_state(model, optimizer, is_loading=False, layout=optimizer_layout)
+        state, _ = sharded_state(model, optimizer, is_loading=False, optimizer_format=optimizer_layout)
         # This package stores the optimizer's replicated state separately; Megatron-LM has one entry.
         optimizer_state = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
         # Megatron-LM calls the model's first chunk "model".
