@@ -69,7 +69,7 @@ def test_defaults_are_choices() -> None:
         # A setting with the choice of a name, such as `auto`, may take a number besides.
         assert not said.choices or not isinstance(default, str) or default in said.choices, name
         assert set(said.spellings.values()) <= set(said.choices), name
-        assert not set(said.refused) & set(said.choices), name
+        assert not set(said.refusal_reasons) & set(said.choices), name
 
 
 def test_a_name_of_another_project_means_one_key() -> None:
