@@ -255,7 +255,11 @@ class Grpo(GroupAdvantage):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error for ``scale_over`` without a division by the standard deviation."""
+        """Yield an error if ``scale_over`` is not "group" although ``scale_by_std`` is False.
+
+        ``scale_over`` selects the standard deviation by which advantages are divided. With ``scale_by_std``
+        False there is no division, so ``scale_over`` would have no effect.
+        """
         if self.scale_over != "group" and not self.scale_by_std:
             yield requirement_error(
                 f"{path}.scale_over",

@@ -173,8 +173,8 @@ class Algorithm:
     def within(self, max_response_tokens: int) -> Algorithm:
         """Return a copy for a run whose responses have at most ``max_response_tokens`` tokens.
 
-        Settings of the algorithm's pieces (its components, such as the aggregation) that are None and default
-        to this limit are set to it.
+        A setting of a piece (a component of the algorithm, such as the aggregation) can default to this
+        limit. If the user has not set it, the setting has the value ``max_response_tokens`` in the copy.
         """
         pieces = {
             name: piece.with_response_limit(max_response_tokens) for name, piece in self.pieces().items()
@@ -209,14 +209,17 @@ class Algorithm:
                 where="algorithm.correction.level",
                 expected="none with this loss",
                 got=self.correction.level,
-                fix="write correction: {level: none}; a rejection may stay",
+                fix="set algorithm.correction.level to none; correction.rejection can still be used",
             )
 
     def _ignored_reward_errors(self) -> Iterator[UserError]:
-        """Yield an error for each piece that changes a total reward which the estimator does not read."""
+        """Yield an error for each configured change of the total reward, such as a KL penalty.
+
+        The caller has checked that the advantage estimator does not read the total reward.
+        """
         estimator = type(self.advantage).__name__
 
-        # Errors and not warnings: each of these pieces would silently do nothing.
+        # Raise errors instead of warnings: a change of the total reward would silently have no effect.
         if self.kl.in_reward:
             yield UserError(
                 f"{estimator} does not read the reward that a KL penalty is subtracted from",
@@ -237,7 +240,7 @@ class Algorithm:
 
         if self.reward_shaping.changes_rewards:
             yield UserError(
-                f"{estimator} does not read the reward that is shaped, and scales each component separately",
+                f"{estimator} does not read the total reward, which algorithm.reward_shaping changes",
                 where="algorithm.reward_shaping",
                 expected="no shaping",
                 got="settings that change the reward",

@@ -80,7 +80,7 @@ class Correction(Piece):
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the errors for an invalid band, an invalid rejection measure or contradicting settings."""
+        """Validate the band, each rejection measure and the combination of settings; yield every error."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -98,7 +98,7 @@ class Correction(Piece):
                 where=f"{path}.floor",
                 expected="0 with a band",
                 got=f"{self.floor:g}",
-                fix="leave one of the two out",
+                fix="remove the floor or the band",
             )
         elif threshold is not None and self.floor > threshold:
             yield UserError(
@@ -119,7 +119,7 @@ class Correction(Piece):
                 where=f"{path}.batch_normalize",
                 expected="false with bypass: true",
                 got="true",
-                fix="switch one of the two off",
+                fix="set bypass or batch_normalize to false",
             )
 
     def without_weights(self) -> Correction:
@@ -336,7 +336,8 @@ def _reduce_divergence(
     elif reduction == "seq_mean":
         row_values = ragged.masked_row_means(divergence, mask, lengths)
     else:
-        # Maximum, only of k2 and k3: they are at least 0, so the 0 outside the mask never wins.
+        # `REJECTION_MEASURES` has `seq_max` only for the estimators k2 and k3, which are at least 0. So
+        # a value of 0 at tokens outside the mask does not change the maximum.
         row_values = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
     return ragged.broadcast_rows(row_values, lengths, len(mask))
 

@@ -42,13 +42,14 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
-    """Write an algorithm's pieces, such as its policy loss, with all settings into the configuration.
+    """Write an algorithm's pieces with all their settings into the configuration.
 
-    Returns the changed configuration and the origins of the pieces that the user did not choose: key of the
-    piece -> origin, such as ``algorithm.name=grpo``. The changed configuration constructs the same algorithm.
+    A piece is a component of the algorithm, such as its policy loss. Returns the changed configuration, which
+    constructs the same algorithm, and a dictionary. The dictionary maps the key of each piece that the user
+    did not choose to the origin of the piece, such as ``algorithm.name=grpo``.
 
-    Pieces of the value function are omitted for an algorithm without a critic. Pieces of a user's `Algorithm`
-    that have neither a name nor settings are omitted too.
+    If the algorithm has no critic, the pieces of the value function are omitted. If a piece has neither a
+    name nor settings, it is omitted too; only a user's `Algorithm` can contain such a piece.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -140,8 +141,9 @@ def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
     """Return why the old log-probs need a separate forward pass, or None if the train step computes them.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
-    weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
-    log-probs before the loss, and for a train step with random layers.
+    weights are still the old policy's. A separate pass is needed in three cases: a batch has several
+    optimizer steps, a component of the algorithm reads the old log-probs before the loss, or the train step
+    has random layers, such as dropout.
     """
     num_updates = config.batch.optimizer_steps * config.batch.epochs
     if num_updates > 1:
@@ -245,7 +247,7 @@ def _load_algorithm(name: str) -> Algorithm:
             where=key,
             expected="an instance of megatron_rl.algorithms.Algorithm",
             got=type(algorithm).__name__,
-            fix='write NAME = Algorithm("name", "Summary.", ...) and name that',
+            fix='define NAME = Algorithm("name", "Summary.", ...) and set algorithm.name to FILE:NAME',
         )
     return algorithm
 
@@ -307,9 +309,9 @@ def _change_settings(
 ) -> Piece:
     """Return an algorithm's piece, such as its policy loss, with the given settings changed.
 
-    A ``piece`` that is a class is constructed from the settings; its other settings are the defaults of the
-    class. ``kind`` is the kind of piece and ``key`` its key in the configuration, for errors. Raises
-    UserError or UserErrors for invalid settings.
+    If ``piece`` is a class, an instance is constructed from the settings; settings that are not given have
+    the defaults of the class. ``kind`` is the kind of piece, such as all policy losses, and ``key`` is the
+    piece's key in the configuration, for errors. Raises UserError or UserErrors for invalid settings.
     """
     piece_class = type(piece)
     defaults = piece
@@ -357,7 +359,7 @@ def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind)
     if not pieces_with_setting:
         return error
 
-    # `UnknownName.below` contains the settings that the piece does have, as paths relative to its section.
+    # `section_keys` are the settings that the piece has, as paths relative to the piece's section.
     expected = f"a piece with it: {', '.join(pieces_with_setting)}"
     if error.section_keys:
         known_settings = ", ".join(name.partition(".")[0] for name in error.section_keys)
@@ -392,13 +394,15 @@ def _unknown_name_error(
 
 
 def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piece | type[Piece]:
-    """Convert a user's object to a piece of an algorithm, such as a policy loss, or to a class of pieces.
+    """Convert a user's object to a piece: a component of an algorithm, such as a policy loss.
 
-    The object is a piece, a class or a function. Raises UserError for an object of any other type. ``kind``
-    is the required kind of piece. ``path`` names the object in errors; ``key`` is its key in the
-    configuration.
+    A piece is returned unchanged, and a function is wrapped in a piece. A class is validated and returned;
+    the caller constructs the piece from it. Raises UserError for an object of any other type.
+
+    ``kind``: the required kind of piece, such as all policy losses. ``path``: path or text of the object, for
+    errors. ``key``: configuration key of the object, such as ``algorithm.policy_loss``.
     """
-    # A piece already has its settings; a class is constructed later, with the configured settings.
+    # A piece already has its settings. A class gets the configured settings when the caller constructs it.
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
@@ -489,7 +493,7 @@ def _check_arguments(function: Any, arguments: tuple[str, ...], call_text: str, 
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            "a piece of the algorithm does not accept the arguments it is called with",
+            "the function does not accept the arguments that the algorithm passes",
             where=key,
             expected=call_text,
             got=f"{signature}: {error}",

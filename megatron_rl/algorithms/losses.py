@@ -686,8 +686,12 @@ class ClipCov(PolicyLoss):
     covariance_high: float = setting(5.0, "Tokens of higher covariance are not selected.")
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute PPO's clipped loss of every token [N], and loss 0 for the tokens that `select` returns."""
-        # Clip-Cov (arXiv:2505.22617) is PPO without dual clip, apart from the tokens without a loss.
+        """Compute PPO's clipped loss of every token [N], with the selected tokens' loss set to 0.
+
+        `select` has chosen the selected tokens from the complete mini-batch. The metric ``selected_fraction``
+        is the share of tokens whose loss is set to 0.
+        """
+        # Clip-Cov (arXiv:2505.22617) is PPO without dual clip, except for the tokens without a loss.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
             clip_high=self.clip_high,
@@ -735,7 +739,11 @@ class KlCov(PolicyLoss):
     coef: float = setting(0.1, "Weight of the penalty on selected tokens.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the unclipped loss of every token [N], with a penalty on tokens that `select` returns."""
+        """Compute the unclipped loss of every token [N], with a penalty on the selected tokens.
+
+        `select` has chosen the selected tokens from the complete mini-batch. The metric ``selected_fraction``
+        is the share of tokens with a penalty.
+        """
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         selected = _selected_tokens(micro)
         log_ratios = log_ratio(log_probs, old_log_probs)
@@ -787,7 +795,10 @@ def _log_prob_covariance(minibatch: TrainBatch) -> Tensor:
 
 
 def _selected_tokens(micro: TrainBatch) -> Tensor:
-    """Return the tokens [N] bool that `PolicyLoss.select` has selected; raise ValueError if unset."""
+    """Return the tokens [N] bool that `PolicyLoss.select` has selected from the mini-batch of ``micro``.
+
+    Raises ValueError if no tokens have been selected.
+    """
     if micro.selected is None:
         raise ValueError("the batch has no selected tokens; take mini-batches from `minibatches`")
     return micro.selected

@@ -220,7 +220,8 @@ def _corrected_loss(
         loss = torch.where(on_policy, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~on_policy}
 
-    # Tokens below the entropy quantile of `PolicyLoss.top_entropy`.
+    # With `PolicyLoss.top_entropy`, `policy_mask` contains only the tokens at which the old policy has the
+    # highest entropy. Set the loss of all other tokens to 0.
     if micro.policy_mask is not None:
         loss = torch.where(micro.policy_mask, loss, 0)
     return TokenLoss(loss, indicators), metrics

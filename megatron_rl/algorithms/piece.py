@@ -52,7 +52,10 @@ class Piece:
     """
 
     def problems(self, path: str) -> Iterator[UserError]:
-        """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
+        """Validate the settings of this component of the algorithm, and yield every error.
+
+        ``path``: configuration key of the component, such as ``algorithm.policy_loss``.
+        """
         # First each setting alone, then combinations of settings.
         for piece_field in fields(self):
             setting_path = f"{path}.{piece_field.name}"
@@ -64,7 +67,10 @@ class Piece:
         yield from self.contradictions(path)
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the errors of settings that contradict each other; subclasses override this."""
+        """Yield the errors of settings that contradict each other; subclasses override this method.
+
+        ``path``: configuration key of the component, such as ``algorithm.policy_loss``.
+        """
         yield from ()
 
     @property
@@ -96,7 +102,8 @@ def wrong_result_error(piece: Piece, method: str, expected: str, got: Any) -> Us
     if code is not None:
         location = f"{code.co_filename}:{code.co_firstlineno}"
 
-    # Of a tensor print only the shape: it is the usual mistake, and the values would hide it.
+    # If the result is a tensor, print only its shape. A wrong shape is the usual mistake, and the shape would
+    # be hard to find among printed values.
     shape = getattr(got, "shape", None)
     result_text = f"{type(got).__name__} {got!r}"[:_MAX_RESULT_TEXT]
     if shape is not None:

@@ -90,7 +90,7 @@ class RewardShaping(Piece):
                 where=f"{path}.clip_low",
                 expected=f"at most {high:g}",
                 got=f"{low:g}",
-                fix="exchange the two",
+                fix="swap clip_low and clip_high",
             )
 
     @property
@@ -180,7 +180,11 @@ class Overlong(Piece):
             yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 
     def buffer_errors(self, path: str, limits: Mapping[str, int]) -> Iterator[UserError]:
-        """Yield an error for each of the ``limits`` (key -> tokens) that is shorter than the buffer."""
+        """Yield an error for each length limit that is shorter than the setting ``buffer``.
+
+        The buffer is the number of tokens before a limit at which the penalty starts. ``limits``:
+        configuration key of a limit -> maximum length of a response in tokens.
+        """
         for key, limit in limits.items():
             if self.buffer is not None and self.buffer > limit:
                 yield UserError(
@@ -188,7 +192,7 @@ class Overlong(Piece):
                     where=f"{path}.buffer",
                     expected=f"at most {limit} tokens, {key}",
                     got=f"{self.buffer:g}",
-                    fix="lower it; below 1 it is a share of the limit, such as 0.2",
+                    fix="lower the buffer; a value below 1, such as 0.2, is a share of the limit",
                 )
 
     def punish(

@@ -257,10 +257,11 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of the first step of a run, or of its stages if the run has only stages.
+    """Return the metrics of the first step of a run, or None if the run has no step.
 
-    Returns None if there is no step. An evaluation before the first step is skipped: it has no ``time/step``,
-    and different runs can have equal evaluation metrics.
+    If the run has only stages before RL, such as SFT, the first step of the stages is returned. The caller
+    identifies a run by the returned metrics, since two runs never measure exactly the same ``time/step``. An
+    evaluation before the first step has no ``time/step``, and is skipped.
     """
     lines = list(run.lines)
     if not lines:

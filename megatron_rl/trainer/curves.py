@@ -428,7 +428,8 @@ def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
             )
         )
 
-    # The labels of the vertical axes depend on the panels' height, and the left margin on the labels.
+    # The height of a panel determines the labels of its vertical axis, and the widest label determines the
+    # left margin. So position the panels without a margin, measure the labels, and position the panels again.
     label_pixels = [0.0]
     for index, ax in enumerate(axes):
         place_panel(index, left_margin=0.0)
@@ -522,7 +523,8 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
     """
     seconds: dict[str, list[float]] = {}
     for name in STEP_PHASES:
-        # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.
+        # Skip step 0, which is the evaluation before the first step. If a phase did not run in a step, the
+        # step's line has no value for the phase: count 0 seconds.
         values = [float(line.get(name) or 0.0) for line in lines if line["step"] > 0]
         if any(values):
             seconds[name] = values

@@ -118,8 +118,8 @@ def _collate_rollouts(
     """Return the completions as a ragged batch, without empty completions; None if all are empty."""
     sequences = []
     for completion in completions:
-        # A request without tokens has failed, because its server was lost. A run continues without lost
-        # servers, so the comparison of log-probs at its start ignores such requests.
+        # An empty completion means that the request's server was lost. Skip the completion: a run continues
+        # without lost servers, so a lost server must not make this check fail.
         if not completion.tokens:
             continue
         request = requests[completion.number]
@@ -152,9 +152,9 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
         where="rollout.engine",
         expected=f"a mean difference of at most {max_difference:.0e} nats per token, by mismatch.stop and "
         "model.dtype",
-        got=f"{mean_difference:.2e}, at most {float(difference.max()):.2e}, over {len(difference)} tokens "
-        f"that {config.rollout.engine} sampled after its first weight sync",
+        got=f"mean {mean_difference:.2e} and maximum {float(difference.max()):.2e} over {len(difference)} "
+        f"tokens that {config.rollout.engine} sampled after its first weight sync",
         fix="set rollout.engine=torch to compare; remove settings of rollout.vllm that change the numbers; "
-        "or report the model's family: a layer of the engine computes with a copy of its weights that the "
-        "sync does not reach",
+        "or file an issue with the model's family: a layer of the engine may compute with a copy of its "
+        "weights that the weight sync does not update",
     )

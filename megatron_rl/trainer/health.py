@@ -155,7 +155,7 @@ def warning_text(rule: HealthRule, measurements: Sequence[tuple[int, float]]) ->
 def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> UserError:
     """Return the error with which a rule with ``act: stop`` ends the run."""
     key = f"health.rules.{rule.name}"
-    fix = f"{key}=off, or {key}.act=warn, resumes without this rule's stop"
+    fix = f"to resume anyway, set {key}=off or {key}.act=warn"
     if rule.change:
         fix = f"look at the samples ({rule.samples}), change {rule.change.replace('`', '')} and resume; {fix}"
     return UserError(

@@ -452,7 +452,7 @@ class StopRequest:
             self._end_after_signal(signal_number)
         self.signal_number = signal_number
         self._last_request_time = time.monotonic()
-        message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
+        message = f"\n{self.rank_text} was asked to stop ({name}), and will stop after this step\n"
         os.write(self._console_descriptor, message.encode())
 
         # Limit the time until the process ends: a step that waits for a lost rank never ends.

@@ -486,7 +486,8 @@ def _make_step_result(
     state: AlgorithmState,
 ) -> StepResult:
     """Combine a step's metrics, and compute the algorithm's next state."""
-    # If the actor's log-probs come from the update, these metrics could not be computed before it.
+    # `old_policy_metrics` needs the old policy's log-probs. If the batch has none, the update's first forward
+    # pass has computed them, so the metrics can be computed only now.
     if batch.scores.old_log_probs is None:
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)

@@ -78,7 +78,7 @@ def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
         (plan,) = memory_plan(config, layouts, shape_by_role, batch, [rank])
     except Exception as error:
         # Report the out-of-memory error even if the estimate fails.
-        return f"a rank that fits; `check` has no estimate: {first_line(error)}"
+        return f"a peak below the device's memory; `check` could not estimate it: {first_line(error)}"
 
     items = [item for item in plan.items if estimated_phase in item.phases]
     items.sort(key=lambda item: -item.bytes)

@@ -134,7 +134,8 @@ def _require_compatible_models(config: RunConfig, paths: Sequence[Path], hf_mode
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
     """Return whether all prompts were rendered with the chat template.
 
-    The value is equal for all sets, so this reads it from the first set.
+    ``sources``: name of an evaluation set -> its prompts. All sources are rendered alike, so the function
+    reads only the first one.
     """
     first_source = next(iter(sources.values()))
     return first_source.templated

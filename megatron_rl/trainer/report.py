@@ -583,6 +583,8 @@ def read_samples(
 ) -> tuple[list[dict[str, Any]], int]:
     """Return at most ``limit`` samples of a samples file, and the number of samples in the file.
 
+    `select_rows` selects the samples, and marks some of them, for example as the best or the longest one.
+
     ``kind``: "step" for a file of training samples, "eval_NAME" for the responses to an evaluation set.
     ``step``: step of the samples. ``max_characters``: maximum length of a text; longer texts are cut.
     """
@@ -590,15 +592,18 @@ def read_samples(
 
     require_regular_file(path)
     table = pyarrow.parquet.read_table(path)
+
+    # Select the rows. `marks_by_row` maps the index of a selected row to its marks, such as ["best"].
     rewards_with_valid = zip(_column_values(table, "reward"), _column_values(table, "valid"), strict=True)
     rewards = [_trained_reward(reward, is_valid) for reward, is_valid in rewards_with_valid]
     lengths = _column_numbers(table, "length")
     groups = _column_values(table, "group")
     marks_by_row = select_rows(rewards, lengths, groups, limit, spread=kind == "step")
+    # A file without rewards gets no marks: otherwise rows without a reward would be marked as invalid.
     if "reward" not in table.column_names:
         marks_by_row = {row: [] for row in marks_by_row}
 
-    # Count the complete groups, since only a part of a group may be selected.
+    # Count the samples of each group over all rows of the file: only some rows of a group may be selected.
     group_sizes = Counter(groups)
 
     # Convert only the selected rows to Python objects, because texts are long.

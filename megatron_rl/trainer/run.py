@@ -348,9 +348,12 @@ class Training:
         return Progress(title, enabled=self.job.is_main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
-        """Restore a checkpoint, and write any file of its step that the interrupted job has not written.
+        """Restore the checkpoint ``path``, and write further checkpoints of its step that are missing.
 
-        Collective over the world.
+        If `checkpoint.optimizer_layout` is `ANY` (complete optimizer states, for any parallel layout) and the
+        checkpoint contains optimizer shards, the step is saved again with complete states. If
+        `checkpoint.megatron` is set, but the interrupted job ended before it wrote the step's Megatron-LM
+        checkpoint, that checkpoint is written. Collective over the world.
         """
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
@@ -569,23 +572,24 @@ class Training:
     def _write_checkpoint(
         self,
         path: Path,
-        layout: str,
+        optimizer_format: str,
         in_background: bool,
     ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        ``layout`` is the ``optimizer_format`` of `checkpoint.save_checkpoint`, which also explains
-        ``in_background``. Collective over the world.
+        See `checkpoint.save_checkpoint` for ``optimizer_format`` and ``in_background``. Collective over the
+        world.
         """
         pending_checkpoint = self.state.save(
             path,
             self.roles,
             self.config.checkpoint,
-            layout=layout,
+            optimizer_format=optimizer_format,
             in_background=in_background,
         )
 
-        # If a step is saved twice, in two layouts, write one checkpoint for Megatron-LM only.
+        # `Checkpoints` may save a step twice, with different optimizer formats. Write the checkpoint for
+        # Megatron-LM only the first time.
         last_saved = self.checkpoints.last_saved
         if last_saved is None or last_saved[0] != self.state.step:
             save_for_megatron(self.config, self.roles.actor, self.state.step)

@@ -462,15 +462,22 @@ def _run_steps(stage: Stage, job: Job) -> int:
         checkpoint.load_checkpoint(newest_checkpoint, trained_roles)
         job.print(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
 
-    def write_checkpoint(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write the checkpoint of the current step; see `Checkpoints`."""
+    def write_checkpoint(
+        path: Path,
+        optimizer_format: str,
+        in_background: bool,
+    ) -> checkpoint.PendingCheckpoint:
+        """Write a checkpoint of the current step.
+
+        See `checkpoint.save_checkpoint` for ``optimizer_format`` and ``in_background``.
+        """
         # Retain a single checkpoint; it is deleted when the stage's model has been written.
         return checkpoint.save_checkpoint(
             path,
             trained_roles,
             state,
             keep=1,
-            optimizer_format=layout,
+            optimizer_format=optimizer_format,
             in_background=in_background,
         )
 

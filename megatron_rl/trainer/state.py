@@ -134,13 +134,15 @@ class TrainerState:
         roles: Roles,
         settings: CheckpointConfig,
         *,
-        layout: str,
+        optimizer_format: str,
         in_background: bool,
     ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint of the roles and this state into the folder ``path``.
 
-        ``layout`` is the ``optimizer_format`` of `checkpoint.save_checkpoint`, which also explains
-        ``in_background``. Collective over the world.
+        ``optimizer_format`` is `ANY` or `SAME`. `ANY` saves complete optimizer states, which every parallel
+        layout can load. `SAME` saves the optimizer shards of the current layout. With ``in_background``,
+        tensors are written while training continues; the caller must call `PendingCheckpoint.finish`.
+        Collective over the world.
         """
         # Retain the checkpoints of the best steps in addition to the newest ones.
         best_steps = [step for step, _ in self.best.kept]
@@ -157,7 +159,7 @@ class TrainerState:
                 self.state_dict(roles),
                 settings.keep,
                 best_steps,
-                optimizer_format=layout,
+                optimizer_format=optimizer_format,
                 in_background=in_background,
             )
 
@@ -168,7 +170,7 @@ class TrainerState:
         *,
         trusted: bool = False,
     ) -> str | None:
-        """Restore roles and state from a checkpoint of any layout.
+        """Restore roles and state from a checkpoint that was saved with any parallel layout.
 
         Returns a warning if the training data has changed, otherwise None. ``trusted``: whether the
         checkpoint may contain code. Collective over the world.
@@ -261,8 +263,10 @@ def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
 class Checkpoints:
     """Writer of the checkpoints of a run or a stage into ``folder``; it writes at most one at a time.
 
-    ``write(path, layout, in_background)`` must call `checkpoint.save_checkpoint` with the current state. With
-    ``in_background``, training continues while the tensors are written.
+    ``write(path, optimizer_format, in_background)`` must call `checkpoint.save_checkpoint` with the current
+    state. The optimizer format is `ANY` (complete optimizer states, which every parallel layout can load) or
+    `SAME` (the optimizer shards of the current layout). With ``in_background``, training continues while the
+    tensors are written.
     """
 
     def __init__(
@@ -272,65 +276,67 @@ class Checkpoints:
         write: Callable[[Path, str, bool], checkpoint.PendingCheckpoint],
     ) -> None:
         self.last_saved: tuple[int, str] | None = None
-        """Step and optimizer layout of the last checkpoint that this process started to save."""
+        """Step and optimizer format of the last checkpoint that this process started to save."""
         self._folder = folder
         assert settings.optimizer_layout is not None, "the configuration is resolved"
-        self._optimizer_layout = settings.optimizer_layout
+        self._optimizer_format = settings.optimizer_layout
         self._asynchronous = settings.asynchronous
         self._write = write
         self._pending: checkpoint.PendingCheckpoint | None = None
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
-        """Save the current step in the configured layout, in the background with `checkpoint.asynchronous`.
+        """Save the current step with the optimizer format that `checkpoint.optimizer_layout` configures.
 
-        Collective over the world.
+        With `checkpoint.asynchronous`, the checkpoint is written in the background. Collective over the
+        world.
         """
-        self.save(step, self._optimizer_layout, in_background=self._asynchronous)
+        self.save(step, self._optimizer_format, in_background=self._asynchronous)
 
     def save_final(self, step: int) -> Path:
-        """Save the current step so that every parallel layout can restore it; return the checkpoint's path.
+        """Save the current step so that it can be restored with every parallel layout.
 
-        Collective over the world.
+        Returns the checkpoint's path. Collective over the world.
         """
-        # First save the optimizer as `checkpoint.optimizer_layout` configures it, unless this process has
-        # already saved the step.
-        if self.last_saved not in ((step, self._optimizer_layout), (step, ANY)):
-            self.save(step, self._optimizer_layout)
+        # First save the step with the configured optimizer format, unless this process has already saved it.
+        if self.last_saved not in ((step, self._optimizer_format), (step, ANY)):
+            self.save(step, self._optimizer_format)
         self.wait_for_pending()
 
-        # Optimizer shards without an index can only be restored with the same parallel layout: save again
-        # with gathered optimizer states (`ANY`). If this fails for lack of memory or time, the checkpoint
-        # above still exists.
+        # Optimizer shards without an index can only be restored with the same parallel layout. In this case
+        # save again with complete optimizer states (`ANY`). If the second save fails for lack of memory or
+        # time, the first checkpoint still exists.
         path = checkpoint_path(self._folder, step)
         if not compute_on_first_rank(lambda: fits_any_layout(read_meta(path))):
             self.save(step, ANY)
         return path
 
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
-        """Save the restored step again, so that any layout can restore it.
+        """Save the restored step again with complete optimizer states, which every parallel layout can load.
 
-        Does nothing if any layout can already restore the checkpoint, or if `checkpoint.optimizer_layout` is
-        not `ANY`. ``path``: the restored checkpoint, or None. Collective over the world.
+        Does nothing if the checkpoint already contains complete states, if `checkpoint.optimizer_layout` is
+        not `ANY`, or if no checkpoint was restored. ``path``: the restored checkpoint, or None. Collective
+        over the world.
         """
-        # The run can then resume on another layout at once: otherwise it would have to train a step first.
-        if path is None or self._optimizer_layout != ANY or is_gathered(read_meta(path)):
+        # Save now and not after the next step, so that a user can change the layout without training a step.
+        if path is None or self._optimizer_format != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)
         job.print(f"step {step}: its checkpoint is rewritten for any layout")
 
-    def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
+    def save(self, step: int, optimizer_format: str, *, in_background: bool = False) -> None:
         """Save the current step; with ``in_background``, return while the tensors are being written.
 
-        Collective over the world.
+        ``optimizer_format``: `ANY` for complete optimizer states, which every parallel layout can load, or
+        `SAME` for the optimizer shards of the current layout. Collective over the world.
         """
         # Only one checkpoint is written at a time, so wait for the previous one.
         self.wait_for_pending()
-        self._pending = self._write(checkpoint_path(self._folder, step), layout, in_background)
+        self._pending = self._write(checkpoint_path(self._folder, step), optimizer_format, in_background)
         if not in_background:
             self.wait_for_pending()
-        self.last_saved = (step, layout)
+        self.last_saved = (step, optimizer_format)
 
     def wait_for_pending(self) -> None:
         """Wait for the checkpoint that is being written, if any. Collective over the world."""
