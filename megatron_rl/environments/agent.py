@@ -351,11 +351,10 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent's program as a client of ``base_url``; return its standard output for `judge`.
+        """Run the agent's program until it ends; return its standard output, which `judge` evaluates.
 
-        A subclass may override the method to run a different agent for the episode. ``base_url`` is the URL
-        of the endpoint through which the agent gets the policy's turns, and ``api_key`` the key that its
-        requests need.
+        The agent requests the policy's turns from the OpenAI-compatible endpoint at ``base_url``. Its
+        requests must contain ``api_key``. A subclass may override the method to run a different agent.
         """
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}

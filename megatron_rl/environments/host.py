@@ -82,8 +82,8 @@ ALIVE = "alive"  # response to PING
 CONFIG_KEY = "rollout.environment"
 """Configuration key of environments, for errors."""
 
-LOOP_FILES = 3
-"""Number of open files of an episode's event loop, in addition to the files of its environment."""
+LOOP_DESCRIPTORS = 3
+"""Number of file descriptors that an episode's event loop opens, in addition to those of its environment."""
 
 RESERVED_PER_EPISODE = 32
 """Number of open files, and of processes, per episode for which a worker process has hard limits. A process
@@ -524,7 +524,7 @@ class EnvironmentPool:
 
 
 def environment_errors(config: EnvironmentConfig) -> list[UserError]:
-    """Load the configured environment class in a contained process, as a run does; return the errors."""
+    """Load the configured environment class in a sandboxed process, as a run does; return the errors."""
     try:
         EnvironmentPool(replace(config, workers=1)).close()
     except UserError as error:
@@ -633,15 +633,15 @@ def _is_message(value: Any) -> bool:
     return value["role"] in ROLES
 
 
-# In the contained process
+# In the sandboxed process
 
 
 def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
     """Load the environment's class, then run the episodes that the trainer requests.
 
-    This is the main function of the process. ``requests`` is the connection to the trainer, and ``limits``
-    are the limits of the process. ``unenforced_limits`` are descriptions of limits that this machine's kernel
-    does not enforce, which are reported to the trainer.
+    This is the main function of the sandboxed process. ``requests`` is the connection to the trainer, and
+    ``limits`` are the limits of the process. ``unenforced_limits`` describes the limits that this machine's
+    kernel does not enforce; the descriptions are sent to the trainer.
     """
     search_path, class_path, settings, max_turns = requests.read()
     set_module_sources(search_path)
@@ -657,8 +657,8 @@ def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_lim
     requests.reply({"kind": READY, "missing": unenforced_limits})
 
     environment_class: Any = make_environment.func
-    own_files = LOOP_FILES + environment_class.own_files
-    loops = _EventLoops(limits["files"], own_files, environment_class.own_processes)
+    descriptors_per_episode = LOOP_DESCRIPTORS + environment_class.own_files
+    loops = _EventLoops(limits["files"], descriptors_per_episode, environment_class.own_processes)
 
     # Lock replies, since each episode replies from its own thread.
     reply_lock = threading.Lock()
@@ -753,14 +753,15 @@ def _load_environment_class(class_path: str) -> type[Environment]:
 class _EventLoops:
     """Factory of the episodes' event loops. It adapts the limits of the process to the number of open loops.
 
-    ``files`` is the limit of open files while no loop is open. Each open loop adds ``own_files`` to the limit
-    of open files, and ``own_processes`` to the limit of processes.
+    ``base_descriptors`` is the limit of open file descriptors while no loop is open. Each open loop adds
+    ``descriptors_per_loop`` to the limit of file descriptors, and ``processes_per_loop`` to the limit of
+    processes.
     """
 
-    def __init__(self, files: int, own_files: int, own_processes: int) -> None:
-        self._files = files
-        self._own_files = own_files
-        self._own_processes = own_processes
+    def __init__(self, base_descriptors: int, descriptors_per_loop: int, processes_per_loop: int) -> None:
+        self._base_descriptors = base_descriptors
+        self._descriptors_per_loop = descriptors_per_loop
+        self._processes_per_loop = processes_per_loop
         self._num_open = 0
         self._lock = threading.Lock()
 
@@ -781,8 +782,8 @@ class _EventLoops:
         """
         with self._lock:
             self._num_open += loop_change
-            allow_files(self._files + self._num_open * self._own_files)
-            allow_processes(self._num_open * self._own_processes)
+            allow_files(self._base_descriptors + self._num_open * self._descriptors_per_loop)
+            allow_processes(self._num_open * self._processes_per_loop)
 
 
 class _RunningEpisode:

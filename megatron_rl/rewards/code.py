@@ -501,8 +501,9 @@ def _is_predefined(name: str) -> bool:
 def _program_names(statements: list[ast.stmt]) -> set[str]:
     """Return the names that a test expects the program to define.
 
-    Predefined names such as ``sorted`` are excluded if the test reads any other name. A test that reads only
-    predefined names tests a program that defines ``sorted`` itself.
+    A test reads names of the program, and predefined names such as ``sorted``. Predefined names are excluded
+    if the test reads any other name. If the test reads only predefined names, the program is expected to
+    define them itself, such as its own ``sorted``. All names are then returned.
     """
     free_names = _free_names(statements)
     program_names = {name for name in free_names if not _is_predefined(name)}
@@ -541,8 +542,8 @@ def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
     ``program`` is the path of the source. The program is killed after ``time_limit`` seconds.
     """
     # Use temporary files for the program's input and output. A pipe would block the program when it is full,
-    # unless another thread reads it. `memfd_create` is not permitted in this sandboxed process, since no
-    # limit counts files in memory.
+    # unless another thread reads it. `memfd_create` is blocked in this sandboxed process, since no
+    # limit of the sandbox would count the memory of its files.
     with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
         stdin = input_file.fileno()
         stdout = output_file.fileno()
@@ -566,10 +567,10 @@ def _run_call_test(
     test: Test,
     time_limit: float,
 ) -> tuple[str, str]:
-    """Run the program in one process, and in a second process the test that calls its functions.
+    """Run the program and its test in two separate processes; return the verdict and its reason.
 
-    ``program`` is the path of the program's source, and ``time_limit`` the time limit of both processes in
-    seconds. Returns the verdict of the test, and a reason, which is empty unless the verdict is `_INVALID`.
+    The test calls the program's functions over pipes. The reason is empty unless the verdict is `_INVALID`.
+    ``program`` is the path of the program's source. Both processes are killed after ``time_limit`` seconds.
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
@@ -763,7 +764,11 @@ def _equals_expected(value: Any, expected: Any) -> bool:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert arrays and sequences to lists and mappings to dictionaries with text keys, at any depth."""
+    """Convert a value to the types of JSON, at any depth.
+
+    Arrays and sequences become lists. Mappings become dictionaries whose keys are strings. Other values stay
+    unchanged.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple | collections.deque | range):

@@ -98,10 +98,12 @@ class ResponseFilters:
             self.unenforced_limits = self._function.unenforced_limits
 
     def compute_answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
-        """Apply the filters to each sample; return their verdict on each sample, as an `Answer`.
+        """Apply the filters to each sample; return one verdict per sample.
 
-        The verdict is `_KEPT`, or has the reason `FILTERED`, or is the failure of the user's filter function.
-        ``tokens`` are the token ids of each response.
+        A verdict is an `Answer`, the type of a reward function's result. If all filters keep the response,
+        the verdict is `_KEPT`. If a filter removes the response, the verdict has the reason `FILTERED`. If
+        the user's filter function fails for the sample, the verdict is this failure. ``tokens`` are the token
+        ids of each response.
         """
         verdicts: list[Answer] = []
         for sample, ids in zip(samples, tokens, strict=True):

@@ -40,8 +40,11 @@ _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]{1,100}(?:[eE][-+]?\d{1,2}|/\d{1,100})?",
 _SPACED_THOUSANDS = re.compile(r"[-+\u2212]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 
 
-def _find_boxes(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position and the content of each box that is closed and not empty."""
+def _find_boxed_answers(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the position and the content of each complete, non-empty ``\\boxed{…}`` or ``\\fbox{…}``.
+
+    LaTeX also permits ``\\boxed`` without braces. The content is then the next number, command or character.
+    """
     for match in _BOX.finditer(text):
         begin = match.end()
         if not text.startswith("{", begin):
@@ -71,22 +74,24 @@ def _find_boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def find_last_box(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``, or None without such a box.
+    """Return the content of the last complete ``\\boxed{…}`` or ``\\fbox{…}``, or None without such a box.
 
     Example:
         >>> find_last_box("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
         '\\\\frac{1}{2}'
     """
-    contents = [content for _, content in _find_boxes(text)]
+    contents = [content for _, content in _find_boxed_answers(text)]
     if not contents:
         return None
     return contents[-1]
 
 
-def _find_marked_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each ``####`` with the text of its answer or heading.
+def _find_text_after_marks(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the position of each ``####`` and the text after it.
 
-    The text is the rest of the line, or the next line if the rest is only a phrase such as "The answer is:".
+    ``####`` marks a final answer, as in GSM8K, or a Markdown heading. The text is usually the rest of the
+    line. If the rest of the line is empty, the text is the next line. The text is also the next line if the
+    rest is only a phrase such as "The answer is:" and the next line begins with a number.
     """
     for match in _MARK.finditer(text):
         line, _, text_below = text[match.end() :].partition("\n")
@@ -149,9 +154,9 @@ def find_marked_answer(text: str) -> str | None:
         '5'
     """
     # Collect the boxes, and the lines after `####`, with their positions: the last answer counts.
-    answers = list(_find_boxes(text))
+    answers = list(_find_boxed_answers(text))
     headings: list[str] = []
-    for position, line in _find_marked_lines(text):
+    for position, line in _find_text_after_marks(text):
         answer = strip_markup(line)
         if _BEGINS_WITH_NUMBER.match(answer):
             answers.append((position, answer.rpartition("=")[2].strip() or answer))

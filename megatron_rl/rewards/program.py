@@ -147,9 +147,10 @@ class Remote:
 def _make_operator(name: str) -> Callable[..., Any]:
     """Return the method of `Remote` that applies an operator, such as ``add``, in the other process.
 
-    A class of the program can define an operator, for example ``-`` so that ``abs(f(2) - 4) < 1e-6`` is
-    always true. So the method raises `CannotCompare` if a test applies an operator that may have an expected
-    value as operand (`_UNSAFE_OPERATORS`) to an object of the program.
+    The tested program can define operators in its classes. For example, its ``-`` could return 0, so that
+    the comparison ``abs(f(2) - 4) < 1e-6`` is always true. Therefore the operators in `_UNSAFE_OPERATORS`,
+    which a test may apply to an expected value such as 4, are restricted. Their methods raise
+    `CannotCompare` unless every operand is an object of the program (a `Remote`).
     """
 
     def operate(self: Remote, *operands: Any) -> Any:
@@ -184,6 +185,7 @@ class Peer:
         self._reader = os.fdopen(read_end, "rb")
         self._writer = os.fdopen(write_end, "wb")
         self._names = names
+        """Objects that the other process may look up, by name; None in the test's process."""
 
         self._objects: list[Any] = []
         """Objects of this process that were sent as references, by number."""
@@ -192,7 +194,8 @@ class Peer:
         self._remotes: dict[int, Remote] = {}
         """Number of an object in the other process -> its proxy."""
         self.reason: str | None = None
-        """Reason why the test is invalid, see `make_comparison_error`; None for a valid test."""
+        """Reason why the test that uses this connection is invalid, see `make_comparison_error`; None for a
+        valid test."""
 
     def make_comparison_error(self, reason: str) -> CannotCompare:
         """Make the error for a test whose comparison would call a method of the tested program.
@@ -284,8 +287,9 @@ class Peer:
             return value, changed_arguments
 
         # The program may only call functions that the test has passed to it. It must not examine the test's
-        # objects, which may contain expected values. `_names` is None in the test's process.
-        if self._names is None:
+        # objects, which may contain expected values. Only the program's process has names to look up.
+        is_test_process = self._names is None
+        if is_test_process:
             raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":
             name, *values = operands
@@ -346,9 +350,10 @@ class Peer:
         if isinstance(value, Remote):
             return ["yours", value._number]
 
-        # The program may only call the test's objects, see `_perform`. So the test's process, in which
-        # `_names` is None, sends no reference to an object that is not callable.
-        if self._names is None and not callable(value):
+        # The program may only call the test's objects, see `_perform`. If a test passes an object that cannot
+        # be called, the test is therefore invalid. Only the program's process has names to look up.
+        is_test_process = self._names is None
+        if is_test_process and not callable(value):
             raise self.make_comparison_error(f"a test passes a value of type {type(value).__name__}")
 
         number = self._numbers.get(id(value))

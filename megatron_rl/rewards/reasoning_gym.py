@@ -24,7 +24,9 @@ def score(
     from reasoning_gym.utils import extract_answer
 
     if "entry" not in metadata:
-        raise ValueError("a record without an entry: python -m megatron_rl.data.reasoning_gym writes them")
+        raise ValueError(
+            'metadata has no "entry": write the data set with python -m megatron_rl.data.reasoning_gym'
+        )
     problem = json.loads(metadata["entry"])
     answer = extract_answer(response) or response.strip()
 

@@ -579,8 +579,9 @@ class JudgeReward:
     def _make_judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
         """Make the prompt for the judge model for each sample.
 
-        Returns an `Answer` per sample, whose ``text`` is the prompt. If the template is a function and it
-        fails for a sample, the answer has the failure instead.
+        Returns an `Answer` per sample, the type that the result of every user function has. The ``text`` of
+        the `Answer` is the prompt for the judge. If the template is a function and the function fails for a
+        sample, the `Answer` has the reason of the failure and no prompt.
         """
         if self._template is not None:
             return self._template.compute_answers(samples)
@@ -589,8 +590,10 @@ class JudgeReward:
     def _make_request(self, prompt: Any, row: int) -> _Request:
         """Make the chat-completion request for a prompt, which is text or a list of messages.
 
-        The request is also the key of its response in the cache: the JSON body and a number. The number is 0
-        with a cache, and the ``row`` of the sample without a cache, so that no two samples have the same key.
+        A request consists of its JSON body and a number. Samples with equal requests get the same reply. If
+        replies are cached, the number is 0, so that samples with equal prompts share one reply. If replies
+        are not cached (`config.cache` is 0), the number is the ``row`` of the sample, so that each sample
+        gets a separate reply.
         """
         messages = prompt
         if isinstance(prompt, str):

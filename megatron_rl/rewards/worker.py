@@ -502,7 +502,7 @@ class Worker:
         return unenforced_limits
 
     def _require_parameters(self) -> None:
-        """Raise UserError unless the parameters of the function fit the arguments of its calls."""
+        """Raise UserError unless the parameters of the function match the arguments of its calls."""
         available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.signature.takes:
             available.discard("response")
@@ -519,7 +519,7 @@ class Worker:
         problems = []
         fix = "add parameters of these names, or remove the arguments"
         if unused:
-            problems.append(f"it does not take {', '.join(unused)}, of reward.arguments")
+            problems.append(f"it does not take {', '.join(unused)}, which reward.arguments contains")
         if unavailable:
             problems.insert(0, f"it requires {', '.join(unavailable)}")
             fix = parameter_hints(unavailable) or "rename its parameters, or give them a default"

@@ -202,7 +202,8 @@ def select_groups(
 def merge_early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
     """Merge the early rewards of all groups: name of the scorer -> row of the sequence -> reward.
 
-    A sequence has the same row as in the batch of `to_rollouts`.
+    Early rewards are rewards that were computed while other groups were still sampled. A sequence has the
+    same row as in the batch of `to_rollouts`.
     """
     merged_rewards: dict[str, dict[int, Any]] = {}
     first_row = 0
@@ -221,7 +222,10 @@ def restore_early_rewards(
     groups: abc.Sequence[SequenceGroup],
     rewards: Mapping[str, Mapping[int, Any]],
 ) -> None:
-    """Set the early rewards of groups from ``rewards``, the result of `merge_early_rewards`."""
+    """Set the early rewards of groups from ``rewards``, the result of `merge_early_rewards`.
+
+    Early rewards are rewards that were computed while other groups were still sampled.
+    """
     # For each row, its group and the index of its sample in the group.
     group_and_sample = []
     for group in groups:

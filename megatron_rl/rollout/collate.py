@@ -26,7 +26,10 @@ RoutingShape = tuple[int, int]
 
 
 def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
-    """Make a waiting group for each prompt of a batch."""
+    """Make a waiting group for each prompt of a batch.
+
+    A waiting group has no sequences, because its sampling has not started.
+    """
     if not len(prompts):
         return []
 
@@ -322,8 +325,9 @@ def append_new_tokens(
     mask = shard.tokens["mask"]
     token_versions = torch.where(mask, version, OBSERVED).to(torch.int32)
 
-    # Split the per-token values into one slice per sequence. The entry "support_sizes" of `tokens` has the
-    # number of token ids that the sampling filters left for each token, and that of `items` has these ids.
+    # Split the per-token values into one slice per sequence. `tokens["support_sizes"]` has, for each token,
+    # the number of candidate ids that passed top-k, top-p and min-p. `items["support_sizes"]` has these
+    # candidate ids of all tokens, concatenated.
     tokens = split_rows(shard.tokens["tokens"], lengths)
     log_probs = split_rows(shard.tokens["log_probs"].double(), lengths)
     versions = split_rows(token_versions, lengths)

@@ -69,14 +69,14 @@ class _Conversation:
     stop_finder: StopTextFinder
     """Finder of stop texts in the policy's turns."""
 
-    exchanged_end: int = 0
-    """Index in the response of the first token that the environment has not exchanged yet: neither received
-    as part of a turn, nor returned as part of an observation."""
+    num_seen_by_environment: int = 0
+    """Number of response tokens that the environment has seen: it has received them as part of a turn of the
+    policy, or sent them as part of an observation. The next turn or observation starts at this index."""
 
     has_replaced_prompt: bool = False
     """Whether the environment has replaced the record's prompt by its own messages."""
 
-    awaits_turn: bool = False
+    environment_awaits_turn: bool = False
     """Whether the environment waits for a turn of the policy."""
 
     in_engine: bool = False
@@ -110,38 +110,44 @@ class _Conversation:
         """Return whether the sequence has nothing to do until the next token round.
 
         In a token round, at most a given number of tokens are sampled for each sequence. A finished sequence
-        is idle. So is a sequence whose environment waits for a turn while the engine has no request for it:
-        `schedule` has then made no request, since the round's limit of tokens is reached.
+        is idle. An unfinished sequence is idle if its environment waits for a turn of the policy and
+        `schedule` has made no request for the turn, because the token limit of the round is reached.
         """
-        return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
+        return self.sequence.is_finished or (self.environment_awaits_turn and not self.in_engine)
 
     @property
     def needs_request(self) -> bool:
-        """Return whether `schedule` must make a request for the turn that the environment waits for.
+        """Return whether `schedule` must make a request to the engine for this sequence.
 
-        It must not if the engine already has a request for the turn, or if the sequence has reached the
-        maximum number of tokens of this token round.
+        A request is needed if the environment waits for a turn of the policy, and the engine has no request
+        for the turn yet. If the sequence has reached the token limit of the token round (a call of
+        `run_token_round`), the request is made in the next token round instead.
         """
-        if self.sequence.is_finished or self.in_engine or not self.awaits_turn:
+        if self.sequence.is_finished or self.in_engine or not self.environment_awaits_turn:
             return False
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the response tokens ``exchanged_end`` to ``end`` are a complete turn.
+        """Return whether the current turn of the policy is complete.
 
-        The environment has already exchanged all tokens before the index ``exchanged_end``.
+        The turn consists of the response tokens that the environment has not seen, up to ``end - 1``.
         """
-        # A restarted environment gets the existing turns again (a replay). Such a turn ends before the
-        # observation that follows it in the sequence.
+        # If an observation follows in the sequence, the turn was already complete when it was sampled. It is
+        # now sent again, to a restarted environment (a replay).
         is_replayed = end < len(self.sequence.tokens)
         if is_replayed or self.is_full or self.turn_tokens_left == 0:
             return True
         return self.ends_with_stop(end)
 
     def ends_with_stop(self, end: int) -> bool:
-        """Return whether the turn, tokens ``exchanged_end`` to ``end``, ends with a stop token or text."""
+        """Return whether the current turn of the policy ends with a stop token or a stop text.
+
+        The turn consists of the response tokens that the environment has not seen, up to ``end - 1``.
+        """
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stop_finder.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_end)
+        return self.stop_finder.is_turn_ended(
+            self.sequence.sampling, tokens, end - self.num_seen_by_environment
+        )
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -206,7 +212,9 @@ class MultiTurnScheduler(ReplicaScheduler):
                 # If both limits are None, the request is for all tokens that the response has room for.
                 limits = [limit for limit in optional_limits if limit is not None]
                 limit = min(limits, default=None)
-                requests.append(self.make_request(conversation.number, limit, conversation.exchanged_end))
+                requests.append(
+                    self.make_request(conversation.number, limit, conversation.num_seen_by_environment)
+                )
                 conversation.in_engine = True
 
         # Start environments after making requests: a new sequence needs no request until its environment has
@@ -239,7 +247,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 episode=self._environments.reserve_numbers(1),
                 max_model_len=self.engine.max_model_len,
                 stop_finder=self._stop_finder,
-                # A new sequence has the complete limit of the current token round.
+                # No token of a new sequence has been sampled in this token round, so the full limit remains.
                 round_tokens_left=self._max_round_tokens,
                 template_kwargs=template_kwargs,
             )
@@ -262,7 +270,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         }
 
     def process_completions(self, completions: abc.Sequence[Completion]) -> None:
-        """Append the engine's completions, and process the events of environments."""
+        """Append the engine's completions to their sequences, then process the events of environments."""
         for completion in completions:
             self._append_completion(self._conversations[completion.number], completion)
 
@@ -275,9 +283,10 @@ class MultiTurnScheduler(ReplicaScheduler):
             if isinstance(event, TurnRequest):
                 self._process_turn_request(conversation, event)
             elif isinstance(event, EpisodeRestart):
-                # The new environment has received nothing: replay the existing tokens.
-                conversation.exchanged_end = 0
-                conversation.awaits_turn = False
+                # The restarted environment has seen no tokens yet. It requests all turns again, from the
+                # first turn on, and `_process_turn_request` sends it the existing turns (a replay).
+                conversation.num_seen_by_environment = 0
+                conversation.environment_awaits_turn = False
                 conversation.tool_calls = []
             else:
                 self._process_episode_end(conversation, event)
@@ -319,13 +328,16 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.round_tokens_left -= num_tokens
         if conversation.turn_tokens_left is not None:
             conversation.turn_tokens_left -= num_tokens
-        if conversation.awaits_turn and conversation.is_turn_complete(len(sequence.tokens)):
+        if conversation.environment_awaits_turn and conversation.is_turn_complete(len(sequence.tokens)):
             self._send_turn(conversation, len(sequence.tokens))
 
     def _send_turn(self, conversation: _Conversation, end: int) -> None:
-        """Send the response tokens ``exchanged_end`` to ``end`` to the environment as a turn."""
+        """Send a turn of the policy to the environment.
+
+        The turn consists of the response tokens that the environment has not seen, up to ``end - 1``.
+        """
         sequence = conversation.sequence
-        start = conversation.exchanged_end
+        start = conversation.num_seen_by_environment
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.ends_with_stop(end)
         num_context_tokens = len(sequence.prompt) + start
@@ -347,8 +359,8 @@ class MultiTurnScheduler(ReplicaScheduler):
                 ]
                 text = content
 
-        conversation.exchanged_end = end
-        conversation.awaits_turn = False
+        conversation.num_seen_by_environment = end
+        conversation.environment_awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
         self._environments.send_turn(
@@ -369,18 +381,18 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Process an environment's request for a turn of the policy.
 
         The request may contain an observation, which is appended to the sequence. If the sequence already has
-        all tokens of the requested turn, the turn is sent to the environment. Otherwise ``awaits_turn`` is
-        set, so that `schedule` makes a request for the missing tokens.
+        all tokens of the requested turn, the turn is sent to the environment. Otherwise
+        ``environment_awaits_turn`` is set, so that `schedule` makes a request for the missing tokens.
 
         A sequence already has tokens of the requested turn in two cases: a restarted environment requests the
         existing turns again (a replay), or an earlier step ended within the turn.
         """
         # Before the first turn, the environment may only replace the prompt. Later it may send observations.
-        if conversation.exchanged_end:
+        if conversation.num_seen_by_environment:
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
-            message = "the environment observed before the policy's first turn"
+            message = "the environment sent an observation before the policy's first turn"
             self._fail_episode(conversation, WRONG_TYPE, message)
             return
         elif event.opening is not None and not self._replace_prompt(conversation, event.opening):
@@ -388,19 +400,19 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         # Find the end of the turn's tokens that have already been sampled.
         sequence = conversation.sequence
-        end = conversation.exchanged_end
+        end = conversation.num_seen_by_environment
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
         # The limit of the turn includes the tokens that have already been sampled.
         conversation.turn_tokens_left = None
         if event.limit is not None:
-            num_sampled = end - conversation.exchanged_end
+            num_sampled = end - conversation.num_seen_by_environment
             conversation.turn_tokens_left = max(0, event.limit - num_sampled)
         if conversation.is_turn_complete(end):
             self._send_turn(conversation, end)
         else:
-            conversation.awaits_turn = True
+            conversation.environment_awaits_turn = True
 
     def _process_episode_end(
         self,
@@ -412,7 +424,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         In a replay, the episode fails if the environment ends before it has returned all observations in the
         sequence.
         """
-        remaining_versions = conversation.sequence.versions[conversation.exchanged_end :]
+        remaining_versions = conversation.sequence.versions[conversation.num_seen_by_environment :]
         if event.failure is None and OBSERVED in remaining_versions:
             message = "the replayed environment ended before an observation"
             self._fail_episode(conversation, DIVERGED, message)
@@ -429,7 +441,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         Returns false if the episode has failed, or if the sequence has no room for another turn.
         """
         sequence = conversation.sequence
-        start = conversation.exchanged_end
+        start = conversation.num_seen_by_environment
 
         # Tokenise the messages as a continuation of the turn, whose last token may be a stop token.
         stop_token = None
@@ -467,7 +479,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             return False
         else:
             sequence.append_observed(observed_tokens)
-        conversation.exchanged_end = end
+        conversation.num_seen_by_environment = end
         return True
 
     def _replace_prompt(

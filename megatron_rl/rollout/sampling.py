@@ -63,8 +63,9 @@ def make_vllm_parameters(
     seed: int,
     response_tokens: int = 0,
 ) -> dict[str, Any]:
-    """Make the fields of vLLM's SamplingParams for at most ``max_tokens`` tokens, without filters.
+    """Make the fields of vLLM's SamplingParams for a request of at most ``max_tokens`` tokens.
 
+    The fields disable vLLM's own top-p, top-k and min-p; see `make_vllm_filters` for fields that set them.
     ``response_tokens`` is the number of response tokens so far, which vLLM counts as part of the prompt.
     Fields with vLLM's default value are included, since a server may have other defaults.
     """
@@ -211,10 +212,10 @@ def apply_logit_rules(
 ) -> Tensor:
     """Apply each row's biases, bans and penalties to its logits [B, V]; return the new logits [B, V].
 
-    Call it before temperature and filters are applied. ``sampling`` has the parameters of each row,
-    ``prompts`` and ``responses`` its token ids so far. Returns ``logits`` itself if no row has a rule. As in
-    vLLM, biases and bans are applied before the penalties, and the repetition penalty also counts tokens of
-    the prompt.
+    Call it before temperature and filters are applied. ``sampling`` has the sampling parameters of each row.
+    ``prompts`` has the prompt token ids of each row, and ``responses`` has its response token ids so far.
+    Returns ``logits`` itself if no row has a rule. As in vLLM, biases and bans are applied before the
+    penalties, and the repetition penalty also counts tokens of the prompt.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits

@@ -4,15 +4,16 @@ Every unfinished sequence of a round just has a number of tokens that may still 
 admits sequences up to its in-flight limit, submits a request for each that needs tokens, steps its engine and
 appends the completions, until all its sequences are finished or the round ends.
 
-A round has one of two orders (`rollout.order`), which determine when it ends:
+The setting `rollout.order` determines when a round ends:
 
-* closed: the round consists of token rounds. In a token round, up to ``max_round_tokens`` tokens are sampled
-  for each unfinished sequence. Then the replicas gather which sequences are finished. Token rounds are
-  repeated until enough groups are finished. The result depends only on the lengths of responses, not on
-  time, so a run is repeatable.
+* `rollout.order: closed`: the round consists of token rounds. In a token round, up to ``max_round_tokens``
+  tokens are sampled for each unfinished sequence. Then the replicas gather which sequences are finished.
+  Token rounds are repeated until enough groups are finished. The result depends only on the lengths of
+  responses, not on time, so a run is repeatable.
 
-* open: the round ends between two engine steps, when ``stop_when`` returns true: the learners (ranks without
-  an engine) wait for the end of the round, and enough groups are finished. The result depends on time.
+* `rollout.order: open`: the round ends between two engine steps, as soon as ``stop_when`` returns true. It
+  returns true when the learners (ranks without an engine) wait for the end of the round, and enough groups
+  are finished. The result depends on time.
 
 The tokens of a group do not depend on the replica that samples it.
 """
@@ -61,12 +62,13 @@ class GenerationRound:
     """Version of the weights that sample, at least 0, since -1 marks observed tokens (`OBSERVED`)."""
 
     max_round_tokens: int | None = None
-    """Maximum number of tokens per sequence in a token round of the closed order. None for a single token
-    round, in which every sequence finishes."""
+    """Maximum number of tokens that are sampled for a sequence in a token round. After each token round, the
+    finished groups are counted (`rollout.order: closed`). None for a single token round without a maximum."""
 
     open_round_number: int | None = None
-    """Number of this round among all rounds of the open order, or None in the closed order. The counters of
-    `OpenRoundEnd` in the job's store have this number in their keys."""
+    """Number of this round among the rounds with `rollout.order: open`, which end as soon as all learners
+    wait and enough groups are finished. The counters of `OpenRoundEnd` in the job's store have this number in
+    their keys. None with `rollout.order: closed`, where the end does not depend on time."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
@@ -100,7 +102,7 @@ def enough_groups_finished(
 
 
 class OpenRoundEnd:
-    """Condition that ends a round of the open order: all learners wait, and enough groups are finished.
+    """Condition that ends a round with `rollout.order: open`: all learners wait, enough groups are finished.
 
     The condition compares counters in the job's store. The counters only increase, so every replica observes
     the end of the round, but replicas may observe it at different engine steps.
@@ -123,23 +125,28 @@ class OpenRoundEnd:
         self._num_required = sum(generation_round.required[index] for index in unfinished_groups)
 
     def count_finished(self, group_index: int) -> None:
-        """Count a finished group of the round; call it once per group, on the first rank of its replica."""
-        number = self._round.open_round_number
-        store_increment(f"finished groups of open round {number}")
+        """Count a finished group of the round; call it once per group, on the first rank of its replica.
+
+        The counters are in the job's store, where all replicas read them. They are used only with
+        `rollout.order: open`, where a round ends when enough groups are finished and the learners wait.
+        """
+        round_number = self._round.open_round_number
+        store_increment(f"finished groups of open round {round_number}")
         if self._round.required[group_index]:
-            store_increment(f"finished required groups of open round {number}")
+            store_increment(f"finished required groups of open round {round_number}")
 
     def is_over(self) -> bool:
-        """Return whether the round can end.
+        """Return whether the round can end now; the replicas then stop sampling.
 
-        It can end if all learners wait for its tokens, enough groups are finished, and all required groups
-        are finished. A required group would be too old for training in the next round.
+        The round can end if all learners (ranks without an engine) wait for its tokens, enough groups are
+        finished, and all required groups are finished. A required group would be too old for training in the
+        next round.
         """
-        number = self._round.open_round_number
+        round_number = self._round.open_round_number
         return (
-            store_value(f"waiting learners of open round {number}") >= self._num_learners
-            and store_value(f"finished groups of open round {number}") >= self._num_to_finish
-            and store_value(f"finished required groups of open round {number}") >= self._num_required
+            store_value(f"waiting learners of open round {round_number}") >= self._num_learners
+            and store_value(f"finished groups of open round {round_number}") >= self._num_to_finish
+            and store_value(f"finished required groups of open round {round_number}") >= self._num_required
         )
 
 
@@ -592,7 +599,8 @@ def sample_round(
     is_output_rank = coordinates.tensor == 0
     is_open = generation_round.open_round_number is not None
 
-    # Engines retain the key-value cache of interrupted requests, which exist only in the open order.
+    # Engines retain the key-value cache of interrupted requests. Requests are interrupted only with
+    # `rollout.order: open`, where a round may end while sequences are unfinished.
     replica_by_cached_seed = None
     if is_open:
         replica_by_cached_seed = _gather_cached_sequences(engine, layout, all_ranks)
@@ -647,13 +655,14 @@ def _run_until_finished(
 ) -> None:
     """Sample without a limit of tokens per sequence.
 
-    The closed order samples until every sequence is finished. The open order samples until the learners
-    (ranks without an engine) wait and enough groups are finished. Calls ``report_finished`` after each engine
-    step.
+    With `rollout.order: closed`, every sequence is sampled to its end. With `rollout.order: open`, sampling
+    ends as soon as the learners (ranks without an engine) wait for the tokens and enough groups are finished.
+    Calls ``report_finished`` after each engine step.
     """
-    # In the closed order, sample nothing if enough groups are finished before the round. In the open order,
-    # sample until the learners wait, so that the engines are not idle.
-    if generation_round.open_round_number is None and _has_enough_groups(generation_round, set()):
+    # With `rollout.order: closed`, sample nothing if enough groups are finished before the round. With
+    # `rollout.order: open`, sample anyway until the learners wait, so that the engines are not idle.
+    is_closed = generation_round.open_round_number is None
+    if is_closed and _has_enough_groups(generation_round, set()):
         return
     scheduler.run_token_round(None, report_finished)
 

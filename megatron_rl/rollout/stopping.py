@@ -51,9 +51,10 @@ class StopSearch:
         self._stop_texts = stop_texts
         self._retained_characters = max(len(text) for text in stop_texts) + _MARGIN
 
-        # The tokens to search, with the tokens before the turn, and the index in their text at which the turn
-        # begins.
+        # Tokens to search. The token before the turn is decoded together with the turn, because a decoder may
+        # drop the first space of a text.
         self._tokens = [*preceding_tokens, *turn_tokens]
+        # Index of the turn's first character in the text of `_tokens`. The search starts there.
         self._turn_start = len(decode(list(preceding_tokens)))
 
     def append_token(self, token: int) -> bool:

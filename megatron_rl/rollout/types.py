@@ -175,7 +175,8 @@ class Sequence:
         self.log_probs.extend(completion.log_probs)
         self.versions.extend([version] * num_tokens)
 
-        # Without filters an engine returns no supports: all sizes are 0.
+        # The support of a token is the set of token ids that passed top-k, top-p and min-p. If none of these
+        # filters is set, the engine returns no supports, and all sizes are 0.
         support_sizes = [len(token_ids) for token_ids in completion.support]
         self.support_sizes.extend(support_sizes or [0] * num_tokens)
         for token_ids in completion.support:

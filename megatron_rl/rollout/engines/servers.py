@@ -182,7 +182,7 @@ class ServerGenerator:
     different server. `pop_resubmitted` returns the number of these requests. If no server remains, the
     request fails.
 
-    ``most_rows``: maximum number of open requests, see `Generator.most_rows`.
+    ``max_open_requests``: maximum number of open requests, which is `Generator.most_rows`.
     ``client_index``: index of this client among all sampling ranks. Clients start with different servers, to
         share the load.
     ``on_close``: function that `close` calls.
@@ -193,13 +193,14 @@ class ServerGenerator:
         self,
         config: ServerConfig,
         max_model_len: int,
-        most_rows: int,
+        max_open_requests: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
         stop_finder: StopTextFinder | None = None,
     ) -> None:
         self.max_model_len = max_model_len
-        self.most_rows = most_rows
+        # The name of the attribute is that of the protocol `Generator`.
+        self.most_rows = max_open_requests
         self._request_timeout = config.request_timeout
         self._client_index = client_index
         self._on_close = on_close

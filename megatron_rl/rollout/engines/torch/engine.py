@@ -117,10 +117,10 @@ class TorchEngine:
 
     ``make_decoder``: function that makes the decoder of one batch.
     ``model``: module with the weights that ``parameters()`` returns, or None for a decoder without weights.
-    ``tensor_name``: function that maps a parameter's name to its name in checkpoints.
+    ``map_tensor_name``: function that maps a parameter's name to its name in checkpoints.
     ``fused_experts``: layout of the parameters that contain all experts of a layer.
     ``max_model_len``: maximum number of tokens of a sequence, prompt included; None for no limit.
-    ``batch_rows``: maximum number of sequences that are decoded together; the attribute ``most_rows``.
+    ``batch_rows``: maximum number of sequences that are decoded together as one batch.
     ``stop_finder``: finder of stop texts; required for requests with stop texts.
     """
 
@@ -129,15 +129,16 @@ class TorchEngine:
         make_decoder: Callable[[], Decoder],
         *,
         model: torch.nn.Module | None = None,
-        tensor_name: Callable[[str], str] = str,
+        map_tensor_name: Callable[[str], str] = str,
         fused_experts: FusedExperts | None = None,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
         stop_finder: StopTextFinder | None = None,
     ) -> None:
-        # Attributes of the protocols `Generator` and `WeightStore`. The engine starts with the weights of the
-        # decoder's model, so no update is needed before the first request.
+        # Attributes of the protocols `Generator` and `WeightStore`, with the names of the protocols. The
+        # maximum number of concurrent requests is called `most_rows`. The engine starts with the weights of
+        # the decoder's model, so no update is needed before the first request.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None
@@ -146,7 +147,7 @@ class TorchEngine:
 
         self._make_decoder = make_decoder
         self._model = model
-        self._tensor_name = tensor_name
+        self._map_tensor_name = map_tensor_name
         self._fused_experts = fused_experts or FusedExperts()
         self._rank = rank
         self._stop_finder = stop_finder
@@ -190,7 +191,7 @@ class TorchEngine:
         engine = cls(
             lambda: CachingDecoder(model),
             model=model,
-            tensor_name=pretrained.family.tensor_name,
+            map_tensor_name=pretrained.family.tensor_name,
             fused_experts=pretrained.family.fused_experts,
             stop_finder=StopTextFinder.from_model(path),
             **options,
@@ -270,11 +271,12 @@ class TorchEngine:
         return weights
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each checkpoint tensor in ``parameters()``, which updates write.
+        """Return a `TensorBox` for each checkpoint tensor: its location in ``parameters()``.
 
-        A `TensorBox` has the name of the checkpoint tensor, the name of the parameter in ``parameters()``
-        that stores it, and its offset and strides in this parameter. A checkpoint tensor is a complete
-        parameter, or the slice of one expert in a parameter with all experts of a layer.
+        A weight update writes each checkpoint tensor to its location. A location is the name of a parameter
+        in ``parameters()``, with an offset and strides in this parameter. A checkpoint tensor is usually a
+        complete parameter. The checkpoint tensor of one expert is a slice of the parameter that contains all
+        experts of its layer.
         """
         boxes = []
         for parameter_name, parameter in self.parameters().items():
@@ -286,7 +288,7 @@ class TorchEngine:
                 offset = int(view.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
-                    self._tensor_name(name),
+                    self._map_tensor_name(name),
                     (0,) * view.dim(),
                     tuple(view.shape),
                     self._rank,

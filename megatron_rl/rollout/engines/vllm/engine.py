@@ -208,7 +208,10 @@ class VllmEngine:
             arguments |= weights.make_adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
         if load and not pretrained.loads_as_stored:
-            raise ValueError(f"{self._path}: vLLM reads these weights in another format: write parameters()")
+            raise ValueError(
+                f"{self._path}: vLLM cannot load the weights as the checkpoint stores them; "
+                "build the engine with load=False, and copy the weights into parameters()"
+            )
         arguments["load_format"] = "auto" if load else "dummy"
 
         # The contexts restore the random generators that vLLM seeds, limit vLLM's groups to the layout's

@@ -145,7 +145,11 @@ def _make_cpu_processor_class() -> type:
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class SamplingProcessor(LogitsProcessor):
-        """Logits processor that applies a request's temperature and filters, and records its support."""
+        """Logits processor that applies the temperature and the filters of each request.
+
+        It also records the sampling support: for each sampled token, the ids of the tokens that passed the
+        filters.
+        """
 
         def __init__(
             self,
@@ -198,7 +202,8 @@ class _RequestState(NamedTuple):
     turn_tokens: int
     """Number of tokens that were sampled in the turn before the request."""
     support: Support
-    """Record of the support, to which the processor adds the support of each sampled token."""
+    """Index of a sampled token -> ids of the tokens that passed the filters. The logits processor adds an
+    entry for each sampled token."""
     tokens: list[int]
     """Tokens sampled so far for this request, to which vLLM appends."""
 

@@ -344,13 +344,17 @@ class _DistributedOfLayout:
         return self._distributed.get_world_size(group)
 
     def new_group(self, ranks: Any, **options: Any) -> Any:
-        """Return a process group of ``ranks``; create it only if the layout is the whole world."""
+        """Return a process group of ``ranks``.
+
+        On accelerators, if the layout consists of all ranks of the job, the group is created. Otherwise the
+        group is one that `create_layout_groups` has already created.
+        """
         spans_world = self._layout.size == self._distributed.get_world_size()
         if spans_world and not device.on_host():
             # Do not sort the ranks: the order of a layout's ranks need not be ascending.
             options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
             return self._distributed.new_group(ranks, **options)
-        # Use the job's group of these ranks, which `create_layout_groups` created on all ranks.
+        # Creating a group is collective over the job, but ranks outside the layout do not call this method.
         return communicator(tuple(ranks))
 
 

@@ -335,7 +335,11 @@ class PackedModules:
             self._loader_parameters[path] = _make_loader_parameters(module)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the loader parameters, by the names of the packed parameters in the model."""
+        """Return the loader parameters of all packed modules, which weight updates write.
+
+        A loader parameter has the shape from before vLLM's packing. `repack` computes the packed parameter
+        of the model from it. Both parameters have the same name, which is the key in the returned dict.
+        """
         storages = {}
         for path, parameters in self._loader_parameters.items():
             for name, parameter in parameters.items():
@@ -473,13 +477,13 @@ def make_adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]
 
     Raises UserError for a dtype that vLLM's adapter kernels do not support.
     """
-    # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). The host computes
-    # adapters without them.
+    # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). On CPUs, vLLM
+    # computes adapters without Triton kernels.
     if dtype == "float32" and not device.on_host():
         raise requirement_error(
             "actor.lora.sync",
             "adapter",
-            "model.dtype=bfloat16, by vLLM's adapter kernels",
+            "model.dtype=bfloat16, since vLLM's adapter kernels do not support float32",
             got="model.dtype=float32",
             fix="set actor.lora.sync=merged",
         )

@@ -6,8 +6,8 @@ from megatron_rl.rollout.engines.servers import Server
 
 
 def make_server(url: str) -> Server:
-    """Make the `Server` object for ``url``: the client of a running vLLM server."""
-    # Import lazily: the server's module imports torch, and reading the table of engines must not.
+    """Make a client of the vLLM server that runs at ``url``; the server itself is started by the user."""
+    # Import lazily, since the client's module imports torch: listing the engines must not import torch.
     from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 
     return VllmServer(url)

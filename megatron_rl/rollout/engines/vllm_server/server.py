@@ -222,25 +222,25 @@ class VllmServer:
         ``hf_config``: config.json of the run's model, as transformers reads it. ``requirements``: engine
         settings that the server must have. Raises UserError if a setting or the model differs.
         """
-        setting = f"{self.url}, of rollout.server.urls"
+        error_location = f"{self.url}, of rollout.server.urls"
         try:
             info_path = "server_info?config_format=json"
             server_info = self.send_control_request(info_path, timeout=SLOW_CALL_SECONDS)
             vllm_config = server_info["vllm_config"]
-            _require_matching_settings(requirements.compare_settings(vllm_config), setting)
+            _require_matching_settings(requirements.compare_settings(vllm_config), error_location)
             reply = self.send_control_request("collective_rpc", {"method": "model_settings"})
             served_hf_config, *_ = reply["results"]
             max_requests = int(vllm_config["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
-            raise self._unusable_error(setting, error) from error
+            raise self._unusable_error(error_location, error) from error
 
-        _require_same_model(hf_config, served_hf_config, setting)
+        _require_same_model(hf_config, served_hf_config, error_location)
         return max_requests
 
-    def _unusable_error(self, setting: str, error: Exception) -> UserError:
+    def _unusable_error(self, error_location: str, error: Exception) -> UserError:
         """Return the error for a server that is unreachable, or does not report its configuration.
 
-        ``setting`` is the URL with the key `rollout.server.urls`, for the error.
+        ``error_location`` is the location that the error names: the server's URL and the configuration key.
         """
         # Likely causes: the server does not respond, or it does not serve this URL path, since vLLM's
         # development mode is off.
@@ -251,7 +251,11 @@ class VllmServer:
         elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm_server():
             expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
         return UserError(
-            message, where=setting, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START_FIX
+            message,
+            where=error_location,
+            expected=expected,
+            got=f"{type(error).__name__}: {error}",
+            fix=_START_FIX,
         )
 
     def _is_vllm_server(self) -> bool:
@@ -329,11 +333,11 @@ class ServerRequirements:
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
-        # With chunked prefill, vLLM resets a request's random generator after each chunk. vLLM's CPU backend
-        # cannot reset it.
+        # With chunked prefill, vLLM must reset a request's random generator after each chunk. vLLM's CPU
+        # backend does not support the reset.
         has_chunked_prefill = vllm_config["scheduler_config"]["enable_chunked_prefill"]
         is_on_cpu = vllm_config["device_config"]["device"] == self.cpu_device
-        resets_cpu_generators = bool(has_chunked_prefill) and is_on_cpu
+        chunks_prefill_on_cpu = bool(has_chunked_prefill) and is_on_cpu
 
         # The names are those in the server command that `check` shows. The order matters: an error names the
         # first invalid setting.
@@ -361,22 +365,22 @@ class ServerRequirements:
             "enable-chunked-prefill": (
                 "false on a host without accelerator",
                 str(has_chunked_prefill),
-                not resets_cpu_generators,
+                not chunks_prefill_on_cpu,
             ),
         }
 
 
-def _require_matching_settings(comparisons: Mapping[str, tuple[str, str, bool]], setting: str) -> None:
+def _require_matching_settings(comparisons: Mapping[str, tuple[str, str, bool]], error_location: str) -> None:
     """Raise UserError for the first setting of a server with another value than the run requires.
 
-    ``comparisons`` is the result of `ServerRequirements.compare_settings`. ``setting`` is the server's URL
-    with the key `rollout.server.urls`, for the error.
+    ``comparisons`` is the result of `ServerRequirements.compare_settings`. ``error_location`` is the location
+    that the error names: the server's URL and the configuration key.
     """
     for name, (expected, actual, is_valid) in comparisons.items():
         if not is_valid:
             raise UserError(
                 f"the `{name}` of a server does not match the run",
-                where=setting,
+                where=error_location,
                 expected=expected,
                 got=actual,
                 fix=_START_FIX,
@@ -386,13 +390,13 @@ def _require_matching_settings(comparisons: Mapping[str, tuple[str, str, bool]],
 def _require_same_model(
     hf_config: Mapping[str, Any],
     served_hf_config: Mapping[str, Any],
-    setting: str,
+    error_location: str,
 ) -> None:
     """Raise UserError if the models of the server and the run differ in any of `comparable_settings`.
 
     ``hf_config`` is config.json of the run's model, and ``served_hf_config`` that of the server's model. A
     key that only one of the two files has is ignored, since transformers and vLLM add different defaults.
-    ``setting`` is the server's URL with the key `rollout.server.urls`, for the error.
+    ``error_location`` is the location that the error names: the server's URL and the configuration key.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
     expected_values = comparable_settings(hf_config)
@@ -402,7 +406,7 @@ def _require_same_model(
         if name in served_values and served_values[name] != value:
             raise UserError(
                 "the server has a different model",
-                where=setting,
+                where=error_location,
                 expected=f"{name}: {value}",
                 got=f"{name}: {served_values[name]}, of {served_hf_config.get('_name_or_path')}",
                 fix="start it with the model of model.path",
