@@ -2,7 +2,7 @@
 
 An environment is the policy's counterpart in one episode: the policy generates turns, the environment sends
 observations and the reward. Each episode gets a new instance of the class in ``rollout.environment.name``,
-constructed from the settings next to that name. It runs in a contained process and never in the trainer.
+constructed from the settings next to that name. It runs in a sandboxed process and never in the trainer.
 """
 
 from __future__ import annotations

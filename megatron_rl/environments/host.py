@@ -1,4 +1,4 @@
-"""Run environments in contained processes: `EnvironmentPool` in the trainer, `serve_episodes` in a process.
+"""Run environments in sandboxed processes: `EnvironmentPool` in the trainer, `serve_episodes` in a process.
 
 An environment is user code. It may raise, hang, exhaust its process or send malformed messages, and in every
 case only its own episode may fail. `EnvironmentPool` therefore validates every message before use
