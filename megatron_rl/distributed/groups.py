@@ -25,10 +25,11 @@ _communicators: dict[tuple[int, ...], Any] = {}
 
 
 def communicator(ranks: tuple[int, ...]) -> Any:
-    """Return the process group of ``ranks`` in this order; equal ranks share one group.
+    """Return the process group of ``ranks``, whose order determines the rank numbers in the group.
 
-    The group of all ranks of the job, in ascending order, is the default group. Collective over the world:
-    ranks outside ``ranks`` must call this function, too.
+    Calls with equal ``ranks`` return the same group. For all ranks of the job in ascending order, this is
+    torch's default group. Collective over the world: every rank of the job must call this function, also a
+    rank outside ``ranks``.
     """
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
@@ -69,9 +70,10 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
 
     The groups share the world's bootstrap and its discovery of the topology.
     """
-    # The world's communicator must exist and be bound to a device while it is split. Remove the binding
-    # afterwards: when a group with another backend is created later, ranks outside the group would call a
-    # split, and its members would not.
+    # The world's communicator must exist and be bound to a device while it is split. The binding is removed
+    # after the split. With a binding, each later `new_group` makes the ranks outside the new group call
+    # `ncclCommSplit`, which waits for all ranks. If the new group has another backend, such as Gloo, the
+    # ranks inside it do not call `ncclCommSplit`, and the job would hang.
     dist.all_reduce(torch.zeros(1, device=device.device()))
     world: Any = dist.group.WORLD
     world.bound_device_id = device.device()

@@ -275,7 +275,7 @@ class ServedWeights:
             where="rollout.server.urls",
             expected=expected,
             got="\n".join(f"{server.url}: {reason}" for server, reason in unavailable_reasons.items()),
-            fix="start them again; a run that has ended resumes from its last checkpoint",
+            fix="restart these servers, then start the run again: it resumes from its last checkpoint",
         )
 
     def _query_states(self) -> list[_ServerState]:

@@ -200,16 +200,20 @@ class HybridEngine:
         every: int = HybridEngineConfig.every,
         apart: bool = False,
     ) -> None:
-        # `apart` is the former name of `separate_adapters`.
+        # `apart` is the former name of `separate_adapters`, which users' scripts may still pass.
         separate_adapters = separate_adapters or apart
         if verify not in VERIFY:
             raise unknown_choice_error("hybrid_engine.verify", verify, VERIFY)
 
         self.version = 0
+        # `every` is the number of versions of the model's weights from one periodic sync to the next. With 0,
+        # rollouts always use the first version.
         self.rollout_policy = RolloutPolicy(model, every)
         self._model = model
         self._engine = engine
         self._group = group
+        # Returns a context manager. The model's weights are in device memory inside its block, and may be
+        # offloaded to the CPU outside of it.
         self._resident = resident
         self._verify = verify
         # Whether the engine releases its memory after each `generation_mode` block.

@@ -49,7 +49,12 @@ class TrainedModel:
         hf_config: Any,
         names: Mapping[str, str] | None = None,
     ) -> TrainedModel:
-        """Create a model from the chunks of Megatron's training loop, bare or in DDP and Float16Module."""
+        """Create a model from the chunks of Megatron's training loop.
+
+        ``chunks`` are GPTModels, with or without Megatron's wrappers DDP and Float16Module. ``names`` maps
+        parameter names in custom layers to Megatron's names, relative to ``decoder.layers.N``. By default,
+        all parameters have Megatron's names.
+        """
         return cls([_unwrap(chunk) for chunk in chunks], hf_config, names or {})
 
 

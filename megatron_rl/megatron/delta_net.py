@@ -86,8 +86,9 @@ class PackedDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
-        # Split the projection for this rank's heads: queries, keys and values; the output gate; and per value
-        # head beta, the write strength of the delta rule, and the decay, before their activation functions.
+        # Split the projection for this rank's heads into three parts. The first has queries, keys and values.
+        # The second is the output gate. The third has two numbers for each value head: beta (the write
+        # strength of the delta rule) and the decay, both before their activation functions.
         value_heads = self.num_value_heads // self.tp_size
         qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size

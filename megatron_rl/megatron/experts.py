@@ -295,11 +295,12 @@ class Routing:
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
         """Replace the methods of a router that add its z-loss and its balancing loss.
 
-        ``replay`` is the router's recorder, which has the routing of the micro-batch.
+        ``replay`` is the router's `_RouterReplay`, which has the current micro-batch's `RoutedTokens`.
 
         Megatron multiplies the mean loss of a micro-batch by its number of tokens, because it later divides
         all gradients by the number of tokens of the batch. In this package gradients are not divided later.
-        The new methods therefore divide each loss by the number of tokens or rows of the whole mini-batch.
+        The new methods therefore use the totals of the mini-batch: they divide the z-loss by its number of
+        tokens, and the balancing loss by its number of rows (sequences).
         """
         z_coefficient = router.config.moe_z_loss_coeff or 0.0
         balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)
@@ -319,7 +320,8 @@ class Routing:
         """Attach the router's z-loss to its ``logits`` [T, experts] (Zoph et al. 2022, arXiv 2202.08906).
 
         The loss is ``coefficient`` times the mean over the mini-batch's tokens of logsumexp(logits)^2.
-        Returns the logits, whose backward pass adds the gradient of the loss.
+        ``replay`` has the current micro-batch's `RoutedTokens`. Returns the logits, whose backward pass adds
+        the gradient of the loss.
         """
         # Gradients are disabled in the forward pass of a layer that the backward pass recomputes: the loss is
         # added by the recomputation.
@@ -352,7 +354,8 @@ class Routing:
         The loss is ``coefficient`` times the mean over the mini-batch's rows of
         E / (k L^2) sum_i c_i sum_t s_ti. For a row of L tokens and E experts, c_i is the number of tokens
         that selected expert i, and s_ti are the ``scores`` [T, E]. ``routing_map`` [T, E] bool marks the
-        selected experts.
+        selected experts. ``replay`` has the current micro-batch's `RoutedTokens`. Returns ``probs``, whose
+        backward pass adds the gradient of the loss.
         """
         if not self.is_training:
             return probs

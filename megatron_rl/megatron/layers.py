@@ -400,8 +400,9 @@ class PackedAttention(nn.Module, RowAttention):
         sinks = shards[self.context_group.rank()].to(query.dtype)
         logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
 
-        # Append one dimension to queries and keys, so that any fused kernel computes the sink's score. It is
-        # the logit in every query, 0 in the keys of tokens, and 1 / scale in the key of the sink.
+        # Append one dimension to queries and keys, so that any fused kernel computes the sink's score. The
+        # new dimension contains the sink's logit in every query, 0 in the keys of tokens, and 1 / scale in
+        # the key of the sink.
         # `pad` expects (before, after) of the last dimension first: this adds one position before the first.
         query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
         sink = key.new_zeros(key.shape[-1] + 1)
@@ -582,11 +583,11 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 
 
 def _supports_grouped_keys(query: Tensor) -> bool:
-    """Return whether scaled_dot_product_attention gets grouped keys and values, without a copy for each head.
+    """Return whether to pass grouped keys and values to scaled_dot_product_attention (``enable_gqa``).
 
-    On CPU in half precision the result is False, since PyTorch would sum the gradients of a group's heads in
-    half precision. On a GPU the result is False, since PyTorch's only kernel with grouped keys supports
-    neither masks nor float32.
+    Otherwise the caller must repeat keys and values for each query head. On CPU in half precision the result
+    is False, since PyTorch would sum the gradients of a group's heads in half precision. On a GPU the result
+    is False, too: PyTorch has a kernel for grouped keys there, but it supports neither masks nor float32.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
@@ -623,17 +624,18 @@ def transformer_engine_attention() -> type:
             pg_collection: Any,
             **arguments: Any,
         ) -> None:
-            # Whether key-value heads divide evenly over context-parallel ranks; if not, they are repeated.
+            # Whether the key-value heads divide evenly over context-parallel ranks. If not, `forward` repeats
+            # the heads: one for each query head.
             num_ranks = pg_collection.cp.size()
             local_key_heads = divide(config.num_query_groups, pg_collection.tp.size())
-            self.divides_key_heads = local_key_heads % num_ranks == 0
+            self.can_shard_key_heads = local_key_heads % num_ranks == 0
 
             # Configure Transformer Engine for one context-parallel rank with a shard of the heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
             rank_config.num_attention_heads = divide(config.num_attention_heads, num_ranks)
             rank_config.num_query_groups = rank_config.num_attention_heads
-            if self.divides_key_heads:
+            if self.can_shard_key_heads:
                 rank_config.num_query_groups = config.num_query_groups // num_ranks
             super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
             self.context_group = pg_collection.cp
@@ -655,7 +657,7 @@ def transformer_engine_attention() -> type:
             key = key.flatten(0, -3)
             value = value.flatten(0, -3)
 
-            if not self.divides_key_heads:
+            if not self.can_shard_key_heads:
                 key, value = _repeat_grouped_heads(query, key, value)
             query = _shard_over_heads(self.context_group, query)
             key = _shard_over_heads(self.context_group, key)
@@ -737,7 +739,7 @@ def _fused_block_spec(
     vp_stage: int | None,
     pp_rank: int,
 ) -> TransformerBlockSubmodules:
-    """Return Megatron's specs of one pipeline stage's layers in Transformer Engine."""
+    """Return Megatron's spec of one pipeline stage, with Transformer Engine's layers."""
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank

@@ -80,9 +80,9 @@ class Support(NamedTuple):
     ) -> Tensor:
         """Return a mask [positions of ``span``, column_count] bool of the tokens that sampling excluded.
 
-        A column is a token; ``first_token`` is the token id of the first column. The mask is True for tokens
-        that top-k, top-p or min-p excluded. It is False in the whole row of a position that was sampled from
-        the full vocabulary.
+        Columns are consecutive token ids, and ``first_token`` is the token id of the first column. The mask
+        is True for tokens that top-k, top-p or min-p excluded. For a position that was sampled from the full
+        vocabulary, the mask is False in all columns.
         """
         sizes = self.sizes[span]
         first_index = int(self.offsets[:-1][span][0])
@@ -487,9 +487,10 @@ def tile_statistics(
 def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     """Compute the loss's gradient with respect to one tile of logits, both [n, columns].
 
-    A column is a token. Let x_j be the logit of token j divided by the temperature, and p_j its probability.
-    The log-prob of the target has the gradient ``1[j == target] - p_j`` with respect to x_j. The entropy H
-    has the gradient ``-p_j (log p_j + H)``.
+    A tile has the logits of n positions for consecutive token ids, one column per token id. Let x_j be the
+    logit of token j divided by the temperature, and p_j its probability. The log-prob of the target has the
+    gradient ``1[j == target] - p_j`` with respect to x_j. The entropy H has the gradient
+    ``-p_j (log p_j + H)`` with respect to x_j.
 
     With a ``cap``, ``logits`` are capped, and the gradient is with respect to the uncapped logits. Overwrites
     the logits and allocates one more tensor of their size.

@@ -116,8 +116,9 @@ def tile_statistics(
 ) -> Tensor:
     """Reduce a tile of float32 logits [n, columns] to four softmax statistics per position, [4, n].
 
-    A tile has the logits of n positions for consecutive token ids, one column per token id.
-    `log_probs.tile_statistics` defines the statistics; here the logits stay unchanged.
+    A tile has the logits of n positions for consecutive token ids, one column per token id. The
+    statistics are defined at `log_probs.tile_statistics`, which computes the same statistics with PyTorch and
+    overwrites the logits. This function does not change the logits.
     """
     num_tokens, num_columns = logits.shape
     stats = torch.empty((4, num_tokens), dtype=torch.float32, device=logits.device)
@@ -132,7 +133,9 @@ def tile_statistics(
 def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     """Compute the loss's gradient [n, columns] with respect to a tile of float32 logits [n, columns].
 
-    A column is a token. `log_probs.tile_gradient` has the equations; here the logits stay unchanged.
+    A tile has the logits of n positions for consecutive token ids, one column per token id. The
+    equations are at `log_probs.tile_gradient`, which computes the gradient with PyTorch and overwrites the
+    logits. This function does not change the logits.
     """
     num_tokens, num_columns = logits.shape
     logit_gradient = torch.empty((num_tokens, num_columns), dtype=inputs.dtype, device=logits.device)

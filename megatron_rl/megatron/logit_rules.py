@@ -178,14 +178,14 @@ class RowRules:
     """Rules that changed the logits of one row before sampling, for the row's selected tokens.
 
     Example, for 5 selected tokens whose first 2 must not be a stop token:
-    ``RowRules(first=10, count=5, no_stop_count=2, bias_ids=[], bias=[], stop_ids=[7])``.
+    ``RowRules(first=10, count=5, num_tokens_without_stop=2, bias_ids=[], bias=[], stop_ids=[7])``.
     """
 
     first: int
     """Index of the row's first selected token among the selected tokens of the micro-batch."""
     count: int
     """Number of the row's selected tokens."""
-    no_stop_count: int
+    num_tokens_without_stop: int
     """Number of the row's first selected tokens that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
@@ -203,12 +203,13 @@ def build_row_rules(
     rules: Sequence[LogitRules | None],
     lengths: Tensor,
     tokens: Tensor,
-    selected: Tensor,
+    selected_positions: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of a micro-batch in host memory, or None if no row has rules.
+    """Return the rules of a micro-batch in CPU memory, or None if no row has rules.
 
-    ``rules`` and the row ``lengths`` [B] have one element per row, ``tokens`` [N] are the concatenated rows,
-    and ``selected`` [n] are the ascending positions of the selected tokens in ``tokens``.
+    The selected tokens of a micro-batch are the tokens whose log-probs are computed. ``selected_positions``
+    [n] are their ascending positions in ``tokens`` [N], the concatenated rows. ``rules`` and the row
+    ``lengths`` [B] have one element per row.
     """
     if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
@@ -216,7 +217,7 @@ def build_row_rules(
     # Index of each row's first selected token, and of the first selected token after the row.
     ends = lengths.cumsum(0)
     starts = ends - lengths
-    first_selected, end_selected = torch.searchsorted(selected, torch.stack((starts, ends)))
+    first_selected, end_selected = torch.searchsorted(selected_positions, torch.stack((starts, ends)))
 
     tensors_by_sampling: dict[SamplingParameters, tuple[Tensor, Tensor, Tensor]] = {}
     row_rules = []
@@ -232,11 +233,13 @@ def build_row_rules(
             tensors_by_sampling[sampling] = _make_rule_tensors(sampling)
         rule_tensors = tensors_by_sampling[sampling]
 
-        # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
+        # A token with index i in its row comes after i - prompt_tokens tokens of the response. Stop tokens
+        # are banned until the response has its minimum length.
         row_start = int(starts[row])
         row_tokens = tokens[row_start : int(ends[row])]
-        positions_in_row = selected[first : first + count] - row_start
-        no_stop_count = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
+        positions_in_row = selected_positions[first : first + count] - row_start
+        min_length = rule.prompt_tokens + sampling.min_response_tokens
+        num_tokens_without_stop = int((positions_in_row < min_length).sum())
         penalties = None
         if sampling.has_penalties:
             penalties = Penalties(
@@ -250,7 +253,7 @@ def build_row_rules(
         ngrams = None
         if sampling.no_repeat_ngram_size:
             ngrams = find_repeated_ngrams(row_tokens, positions_in_row, sampling.no_repeat_ngram_size)
-        row_rules.append(RowRules(first, count, no_stop_count, *rule_tensors, penalties, ngrams))
+        row_rules.append(RowRules(first, count, num_tokens_without_stop, *rule_tensors, penalties, ngrams))
     return tuple(row_rules)
 
 
@@ -325,7 +328,7 @@ def apply_rules(
             continue
         _add_bias(logits[first:end], row_rules.bias_ids - first_token_id, row_rules.bias)
 
-        no_stop_end = min(row_rules.first + row_rules.no_stop_count - first_index, end)
+        no_stop_end = min(row_rules.first + row_rules.num_tokens_without_stop - first_index, end)
         if no_stop_end > first:
             ban_bias = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
             _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, ban_bias)

@@ -588,7 +588,7 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     parameters = adapter_parameters(model)
     local_names = {global_name(model, local_name): local_name for local_name in parameters}
 
-    # Run the loading of PEFT's tensors on meta tensors, where it records the slices and copies no values.
+    # Load PEFT's tensors into meta tensors: `trace_import` records the slices that would be copied.
     meta_parameters: dict[str, Tensor] = {}
     for name, local_name in local_names.items():
         meta_parameters[name] = torch.empty_like(parameters[local_name], device="meta")
@@ -742,7 +742,11 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
 
 
 def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-    """Return the checkpoint key of an adapter's parameter, and the (dimension, index, size) of its expert."""
+    """Return the checkpoint key of an adapter's parameter, and its expert's offset in the checkpoint tensor.
+
+    The offset is ((0, index of the expert, number of experts),), in Megatron's format: a layer's experts are
+    stacked along dimension 0. The offset is empty for a parameter that belongs to no expert.
+    """
     match = EXPERT.search(name)
     if match is None:
         return name, ()

@@ -111,8 +111,9 @@ class ParallelModel:
     provider: Provider | None = None
     """The user's function that built the chunks, or None if `build_model` built them."""
     accepts_packed_rows: bool = field(init=False)
-    """Whether the input of attention is `PackedRows`. For a provider's own attention in layers of Transformer
-    Engine it is Megatron's row boundaries (THD) instead."""
+    """Whether attention gets its row boundaries as `PackedRows`, this package's class. It is False if the
+    user's model has a custom attention class in Transformer Engine's layers: that class gets Megatron's own
+    ``PackedSeqParams`` (format THD)."""
     uses_varlen_kernel: bool = field(init=False)
     """Whether all attention layers use variable-length kernels, whose input is a packed sequence with
     ``cu_seqlens``. Otherwise attention needs bucketed rows: padded batches of rows of similar length."""
@@ -131,9 +132,9 @@ class ParallelModel:
                 else:
                     other_attentions.append(module)
 
-        # Use variable-length kernels only if all attention layers support them. Megatron's local layers
-        # (without Transformer Engine) with an attention of the user receive bucketed rows instead: batches of
-        # rows of similar length, with padding. Any attention can process these batches.
+        # Use variable-length kernels only if all attention layers support them. If Megatron's local layers
+        # (without Transformer Engine) have a custom attention class of the user, attention receives bucketed
+        # rows: batches of rows of similar length, with padding. Any attention can process these batches.
         self.uses_varlen_kernel = all(attention.uses_varlen_kernel for attention in row_attentions)
         if not self.uses_transformer_engine and (other_attentions or not row_attentions):
             self.uses_varlen_kernel = False
@@ -143,8 +144,9 @@ class ParallelModel:
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
         self.needs_bucketed_rows = any(getattr(module, "needs_bucketed_rows", False) for module in modules)
 
-        # An attention of the user in layers of Transformer Engine receives Megatron's packed sequences (THD).
-        # It needs complete rows, since only `RowAttention` exchanges tokens between context-parallel ranks.
+        # If Transformer Engine's layers have a custom attention class of the user, the class does not accept
+        # `PackedRows`, but only Megatron's packed sequences (THD). Such a class needs complete rows, since
+        # only `RowAttention` exchanges tokens between context-parallel ranks.
         self.accepts_packed_rows = not (self.uses_transformer_engine and other_attentions)
         if not self.accepts_packed_rows and self.groups.layout.context > 1:
             raise UserError(

@@ -79,7 +79,10 @@ def read_hf_config(path: str | Path, *, for_engine: bool = False) -> Any:
 
 
 def with_scalar_head(hf_config: Any) -> Any:
-    """Return a copy of the config with a scalar head, under the architecture name of transformers."""
+    """Return a copy of a transformers config, changed to the same model with a scalar head.
+
+    The new architecture is the model family's ``*ForSequenceClassification`` class of transformers.
+    """
     config = copy.deepcopy(hf_config)
     config.architectures = [describe_model(hf_config).family.scalar_architecture]
     config.num_labels = 1

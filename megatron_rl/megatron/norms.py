@@ -42,8 +42,8 @@ class AllHeadsNorm(nn.Module):
         self.heads = heads
         self.first_head = group.rank() * heads // ranks
         self.local_heads = max(1, heads // ranks)
-        # Number of ranks that have the same head, which is more than 1 if there are fewer heads than ranks.
-        self.copies = ranks * self.local_heads // heads
+        # Number of ranks that have the same head: more than 1 if there are fewer heads than ranks.
+        self.ranks_per_head = ranks * self.local_heads // heads
         weight = torch.ones(heads * head_dim, dtype=config.params_dtype, device=device.device())
         self.weight = nn.Parameter(weight)
 
@@ -57,7 +57,9 @@ class AllHeadsNorm(nn.Module):
         if self.group.size() > 1:
             # Sum over ranks in the backward pass too: the outputs of each rank depend on the sum.
             squares = mappings.reduce_from_tensor_model_parallel_region(squares, self.group)
-            squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group) / self.copies
+            squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group)
+            # The sum over ranks contains every head `ranks_per_head` times.
+            squares = squares / self.ranks_per_head
 
         scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
         weight = self.weight.view(self.heads, -1).narrow(0, self.first_head, self.local_heads)
@@ -80,9 +82,9 @@ def replace_query_key_norms(layers: Iterable[Any]) -> None:
 def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
     """Add a norm after attention and a norm after the MLP to each layer of a GPTModel chunk.
 
-    The layers must be Megatron's plain layers. A norm becomes the attribute ``post_layernorm`` of the output
-    projection. Without ``pre_norms`` the norms before attention and MLP are removed. Sources: Gemma Team,
-    arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
+    The layers must be Megatron's local layers (without Transformer Engine). A norm becomes the attribute
+    ``post_layernorm`` of the output projection. Without ``pre_norms`` the norms before attention and MLP are
+    removed. Sources: Gemma Team, arXiv 2408.00118; Team OLMo, arXiv 2501.00656, section 3.1.
     """
     config = chunk.config
     for layer in chunk.decoder.layers:

@@ -289,9 +289,10 @@ class HostOptimizer(HybridDeviceOptimizer):
             group.pop("gpu_optimizer_cls", None)
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        """Return the host's parameter groups, no device groups, and the maps between parameters and copies.
+        """Return parameter groups on the CPU and on the device, and maps between parameters and CPU copies.
 
-        The copies are in host memory.
+        Replaces a method of Megatron and returns five values, as that method does. The list of parameter
+        groups on the device is empty, because every parameter is updated on the CPU.
         """
         if device.is_simulated():
             # A simulated rank measures only device memory, so it needs no copies on the host.
@@ -313,8 +314,8 @@ class HostOptimizer(HybridDeviceOptimizer):
                 host_group["params"] = [copies[parameter] for parameter in group["params"]]
                 groups.append(host_group)
 
-        # Return the groups of the host, no groups of the device, and three maps: parameters to copies, copies
-        # to parameters, and parameters to their float32 copies.
+        # Megatron expects three maps: parameters to CPU copies, CPU copies to parameters, and parameters to
+        # float32 copies. Here every CPU copy is a float32 copy.
         parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
         return groups, [], copies, parameters_by_copy, dict(copies)
 

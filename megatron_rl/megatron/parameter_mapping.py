@@ -100,7 +100,10 @@ def _copy_replicated(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a replicated parameter, which is not sharded, with all rows of its only source."""
+    """Copy all rows of a single source into a replicated parameter.
+
+    ``sources`` has exactly one element.
+    """
     (source,) = sources
     target.copy_(source.contiguous_rows)
 
@@ -110,7 +113,10 @@ def _copy_rows(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with this rank's shard of the rows of its only source, or with all rows."""
+    """Copy this rank's shard of a single source's rows into a parameter, or all rows if it is replicated.
+
+    ``sources`` has exactly one element. A parameter is replicated if it has as many rows as the source.
+    """
     (source,) = sources
     if len(target) == source.row_count:
         # Transformer Engine replicates the projections of latent attention instead of sharding them.
@@ -124,7 +130,10 @@ def _copy_columns(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with this rank's shard of the columns of its only source."""
+    """Copy this rank's shard of a single source's columns into a parameter.
+
+    ``sources`` has exactly one element.
+    """
     (source,) = sources
     columns = source.contiguous_rows.shape[1] // shard.count
     target.copy_(source.contiguous_rows.narrow(1, shard.index * columns, columns))
@@ -194,9 +203,10 @@ def _copy_vocabulary(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill an embedding or output layer with this rank's shard of the rows of its only source.
+    """Copy this rank's shard of a single source's rows into an embedding or output layer.
 
-    A row belongs to one token. Rows that pad the vocabulary stay unchanged.
+    ``sources`` has exactly one element. A row belongs to one token of the vocabulary. The rows of the
+    parameter that pad the vocabulary stay unchanged.
     """
     (source,) = sources
     first_row = shard.index * target.shape[0]
@@ -306,13 +316,15 @@ def trace_import(
     local_names: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the slices of Hugging Face tensors that ``parameters`` contain, by a run of `import_parameters`.
+    """Return the slices of Hugging Face tensors that `import_parameters` would copy into ``parameters``.
 
-    A `TensorBox` describes one slice of a Hugging Face tensor and its location in a parameter. ``parameters``
-    are meta tensors by Megatron's names with global layer indices: the run records which slices are copied,
-    and copies no values. ``local_names`` maps these names to the names of the parameters on this rank
-    (`TensorBox.storage`), by default the same names. ``shapes`` are the shapes of the checkpoint's tensors,
-    by default computed from ``model``.
+    This function calls `import_parameters` with meta tensors, which have no data, and records each copy. A
+    `TensorBox` describes one slice of a Hugging Face tensor and its location in a parameter.
+
+    ``parameters`` maps Megatron's parameter names, with layer indices of the whole model, to meta tensors.
+    ``local_names`` maps the same names to the names of the parameters on this rank (`TensorBox.storage`), by
+    default equal names. ``shapes`` are the shapes of the checkpoint's tensors, by default computed from
+    ``model``.
 
     Raises CoverageError unless every element of a parameter is filled exactly once. Elements that pad the
     vocabulary are not filled.

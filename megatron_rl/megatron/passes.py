@@ -195,7 +195,12 @@ class PassGuard:
                 raise _OtherRankFailed
 
     def metrics(self) -> Metrics:
-        """Return and reset the metrics of retries after out-of-memory errors, and of the memory of passes."""
+        """Return the metrics since the last call, and reset them.
+
+        The metrics are the number of passes that were repeated after an out-of-memory error, the largest
+        micro-batch of the repeated passes, and two maxima over passes: the bytes in use at the start of a
+        pass, and the bytes per token that a pass added.
+        """
         metrics = Metrics({}, self._maxima)
         self._maxima = {}
         return metrics

@@ -52,7 +52,8 @@ class Residency:
         self.base = base
         """Residency of the model whose weights this model shares, or None."""
         self.can_offload = self.offload or (base is not None and base.can_offload)
-        """Whether the model's tensors are offloaded, or the weights that it shares with ``base``."""
+        """Whether any tensors of this model can be offloaded: by this object, or by ``base``, which offloads
+        the weights that both models use."""
         self.optimizer: Optimizer | None = None
 
         self._active_levels: list[ResidencyLevel] = []

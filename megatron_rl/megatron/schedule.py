@@ -659,10 +659,11 @@ class PipelineExchange(P2PCommunicator):
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
 
-        # List the number of tokens of each tensor that this stage receives, in the order of the schedule's
-        # (micro-batch, chunk) pairs. The model's final output is not sent on to the first stage, nor the
-        # gradient of the model's input to the last stage. Both belong to the highest chunk number, because
-        # the backward pass numbers chunks in reverse.
+        # List the number of tokens of each tensor that this stage receives, in the order of the sender's
+        # (micro-batch, chunk) pairs. The last stage sends the outputs of its chunks to the first stage,
+        # except for the chunk with the model's output. The first stage sends the input gradients of its
+        # chunks to the last stage, except for the chunk with the model's input. The backward pass numbers
+        # chunks in reverse, so the chunk that sends nothing has the highest number in both directions.
         table = get_schedule_table(
             len(microbatch_tokens), num_chunks, config.microbatch_group_size_per_vp_stage
         )
