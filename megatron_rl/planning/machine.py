@@ -174,9 +174,10 @@ def _find_torch_conflicts() -> list[Finding]:
         version = installed_version(name)
         if version is not None and version.partition("+")[2] != build:
             text = (
-                f"{version} with torch {torch}: builds for different machines break imports of transformers"
+                f"{version} and torch {torch} are different builds, such as CUDA and CPU, so importing "
+                "transformers can fail"
             )
-            fix = f"pip uninstall {name}, or install the build of torch"
+            fix = f"pip uninstall {name}, or install the {name} build that matches torch {torch}"
             findings.append(Finding("warning", name, text, fix))
     return findings
 

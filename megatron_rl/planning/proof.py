@@ -1,8 +1,9 @@
 """Test machines: rates of devices and links, accuracy of the log-prob kernel, and small training jobs.
 
 `doctor --gpu` runs `validate_machine` on every rank. It first measures devices and links over its own process
-group (`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then trains a small model. These jobs
-run in separate processes, so that a job that hangs or crashes becomes a finding and does not end the test.
+group (`probe_links`, `probe_pairs`, `probe_devices`, `probe_log_prob_kernels`), then trains a small model.
+Each training job runs in separate processes, so that a job that hangs or crashes becomes a finding and does
+not end the test.
 """
 
 from __future__ import annotations
@@ -260,14 +261,17 @@ def probe_devices() -> list[DeviceProbe]:
     return gather_objects(probe)
 
 
-def probe_kernel() -> tuple[bool, str]:
+def probe_log_prob_kernels() -> tuple[bool, str]:
     """Return whether the log-prob kernels are accurate on this rank's device, and their errors as text."""
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
 
-    # The errors are relative to float64: of the values, and of the gradients by kind of token.
+    # The reference is a computation in float64. The gradient has one error for each class of tokens:
+    # "certain" tokens have a probability above 0.99, "rare" tokens a probability below 0.01.
     value_error, gradient_errors = measure_kernel_errors(torch.bfloat16)
-    gradient_text = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradient_errors.items())
+    gradient_text = ", ".join(
+        f"{token_class} tokens {error:.2%}" for token_class, error in gradient_errors.items()
+    )
     text = f"log-probs within {value_error:.2g} of float64; gradients: {gradient_text}"
     return kernels_work(torch.bfloat16), text
 
@@ -405,7 +409,7 @@ def validate_machine(folder: Path, world: int) -> Iterator[Finding]:
     links = probe_links(socket.gethostname())
     pairs = {kind: probe_pairs(ranks) for kind, ranks in neighbour_pairs(links.hosts).items()}
     devices = probe_devices()
-    kernel_results = gather_objects(probe_kernel())
+    kernel_results = gather_objects(probe_log_prob_kernels())
 
     # Rank 0 writes the files of the jobs, which must be visible to every rank.
     if device.rank() == 0:
@@ -582,7 +586,7 @@ def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
 
 
 def _kernel_finding(kernel_results: Sequence[tuple[bool, str]]) -> Finding:
-    """Return the finding on the log-prob kernels from the results of `probe_kernel`, by rank."""
+    """Return the finding on the log-prob kernels from the results of `probe_log_prob_kernels`, by rank."""
     inaccurate_ranks: list[int] = []
     for rank, (is_accurate, _) in enumerate(kernel_results):
         if not is_accurate:

@@ -504,9 +504,9 @@ def with_sparse_attention(
     """
 
     def structure(reader: ConfigReader) -> Fields:
-        """Read the model as one of ``dense_family``, with rows of at most ``index_topk`` tokens.
+        """Read config.json as a model of ``dense_family`` with at most ``index_topk`` tokens in a sequence.
 
-        In rows of this length sparse attention equals dense attention.
+        For such sequences the outputs of sparse attention are equal to the outputs of dense attention.
         """
         max_positions = reader.size("max_position_embeddings", LARGEST_SIZE)
         max_row_length = min(max_positions, reader.size("index_topk"))

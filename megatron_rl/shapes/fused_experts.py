@@ -149,7 +149,9 @@ def stored_shapes(shapes: Mapping[str, Shape], expert_format: FusedExperts | Non
             shape_by_stored_name[name] = shape
             continue
 
-        # Later tensors overwrite the shape: the last expert has the highest index, and up ends after gate.
+        # Several tensors of ``shapes`` share a stored tensor. The last of these tensors determines the stored
+        # shape: it belongs to the expert with the highest index, and in gate_up_proj the rows of up_proj end
+        # after the rows of gate_proj.
         expert_count = location.expert + 1
         if location.transposed:
             shape_by_stored_name[location.name] = (expert_count, shape[1], location.end)

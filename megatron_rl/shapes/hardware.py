@@ -327,7 +327,7 @@ def load_constants(override: str | None = None) -> Constants:
     if override is not None:
         path = Path(override)
         if not path.is_file():
-            expected = "a JSON file, as plan --calibrate RUN_DIR --out FILE writes one"
+            expected = "a JSON file, such as the output of plan --calibrate RUN_DIR --out FILE"
             raise missing_file_error(path, where="--constants", expected=expected, fix="correct the path")
         try:
             data = merge_constants(data, read_json_object(path))

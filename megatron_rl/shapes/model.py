@@ -310,8 +310,11 @@ class ModelShape:
         return self.embedding_parameters
 
     @property
-    def _norm_tensors(self) -> int:
-        """Return the number of tensors of a norm: a LayerNorm has a bias in addition to its weight."""
+    def _tensors_per_norm(self) -> int:
+        """Return the number of parameter tensors of one norm.
+
+        An RMSNorm has a weight. A LayerNorm has a weight and a bias.
+        """
         if self.layer_norm:
             return 2
         return 1
@@ -319,7 +322,7 @@ class ModelShape:
     @cached_property
     def final_norm_parameters(self) -> int:
         """Count the parameters of the norm after the last layer."""
-        return self.hidden * self._norm_tensors
+        return self.hidden * self._tensors_per_norm
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -401,7 +404,7 @@ class ModelShape:
                 layer_tensors += count * copies * len(weight.sources)
 
         # Outside the layers: embedding, final norm, output layer, learned positions.
-        return layer_tensors + 1 + self._norm_tensors + (not self.tied) + (self.learned_positions > 0)
+        return layer_tensors + 1 + self._tensors_per_norm + (not self.tied) + (self.learned_positions > 0)
 
     def attention_flops(self, context: float) -> float:
         """Return the forward FLOPs of one token's mixers in all layers at a mean context length.

@@ -195,21 +195,26 @@ def _remove_image_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def language_model_names(stored_names: Iterable[str]) -> dict[str, str]:
-    """Map the names of a language model's tensors to their stored names in a multimodal checkpoint.
+    """Map tensor names of a text-only checkpoint to the tensors' names in a multimodal checkpoint.
 
-    The keys are the names in a checkpoint of only the language model.
+    ``stored_names``: tensor names of the multimodal checkpoint. Tensors outside of the language model, such
+    as the vision encoder, are omitted.
 
     >>> language_model_names(["model.language_model.norm.weight", "model.visual.norm.weight"])
     {'model.norm.weight': 'model.language_model.norm.weight'}
     """
-    return {language_name(name): name for name in stored_names if not is_outside_language_model(name)}
+    return {
+        language_model_tensor_name(name): name for name in stored_names if not is_outside_language_model(name)
+    }
 
 
-def language_name(stored_name: str) -> str:
-    """Return the name that a stored tensor has in a checkpoint with only the language model.
+def language_model_tensor_name(stored_name: str) -> str:
+    """Convert a tensor name of a multimodal checkpoint to the tensor's name in a text-only checkpoint.
 
-    >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
-    ('model.norm.weight', 'lm_head.weight')
+    >>> language_model_tensor_name("model.language_model.norm.weight")
+    'model.norm.weight'
+    >>> language_model_tensor_name("language_model.lm_head.weight")
+    'lm_head.weight'
     """
     for prefix, language_prefix in _PREFIXES.items():
         if stored_name.startswith(prefix):

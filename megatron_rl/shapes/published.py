@@ -41,7 +41,7 @@ _UNTRAINABLE_FEATURES = (
     ("learned_positions", None, "learned positions"),
 )
 """Values of `ModelShape` that no layer of this package implements: (field, value or None for any true value,
-noun for errors)."""
+name of the feature in error messages)."""
 _UNREPORTED_KEYS = frozenset(
     (
         "_name_or_path", "architectures", "auto_map", "attention_dropout", "bos_token_id", "dtype",
@@ -69,8 +69,11 @@ def load_presets() -> Mapping[str, Mapping[str, Any]]:
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
     """Load the shape of a model.
 
-    ``reference``: a name or path for `find_named_config`, the content of a config.json, or a mapping with
-    this content as ``config`` and a ``name``.
+    ``reference`` is one of:
+
+    - the name or path of a model, see `find_named_config`;
+    - the parsed config.json of a model;
+    - a mapping ``{"name": ..., "config": ...}`` of a name and a parsed config.json.
     """
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
@@ -216,7 +219,11 @@ def _describe_untrainable(path: Path) -> str:
 
 
 def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the values of ``layer_types`` without a mixer in this package, as nouns for an error."""
+    """Return a description, such as "layers of type mamba", of each unsupported type in ``layer_types``.
+
+    ``layer_types`` is the list of config.json with the type of every layer. A type is supported if `MIXERS`
+    has a mixer (such as attention) for it.
+    """
     supported_types: set[str] = set()
     for mixer in MIXERS.values():
         supported_types.update(mixer.layer_types)
@@ -254,25 +261,27 @@ class _KeyRecorder(dict[str, Any]):
 
 
 def list_untrainable_features(shape: ModelShape) -> list[str]:
-    """Return the features of a shape that no layer of this package implements, as nouns for an error."""
+    """Return the names, for error messages, of the model's features that this package does not implement."""
     features = []
-    for field, untrainable_value, noun in _UNTRAINABLE_FEATURES:
+    for field, untrainable_value, feature in _UNTRAINABLE_FEATURES:
         value = getattr(shape, field)
         has_feature = value == untrainable_value
         # None matches any true value.
         if untrainable_value is None:
             has_feature = bool(value)
         if has_feature:
-            features.append(noun)
+            features.append(feature)
     return features
 
 
 def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
-    """Read the shape of a decoder outside of the table of families, from the keys that most models have.
+    """Read the shape of a decoder from the keys that most config.json files have.
 
-    ``name``: name of the shape. The number of key-value heads defaults to the number of heads, the MLP's
-    width to four times the hidden size. Experts, latent attention and delta nets are read if config.json has
-    their keys.
+    This function is for models whose family is not supported for training. ``name``: name of the shape.
+
+    The number of key-value heads defaults to the number of attention heads, and the width of the MLP defaults
+    to four times the hidden size. Experts, latent attention and delta nets are read if config.json has their
+    keys.
     """
     config = reader.config
     model_type = str(config.get("model_type", ""))

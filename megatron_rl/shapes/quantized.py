@@ -351,7 +351,7 @@ def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int]
             raise _unsupported_error(group_path, str(scheme))
 
     if len(blocks) > 1:
-        got = "groups with and without blocks, or with other blocks"
+        got = "groups with different block sizes, or with and without blocks"
         raise _unsupported_error(f"{path}.config_groups", got)
     return blocks.pop()
 

@@ -41,11 +41,14 @@ class Slice(NamedTuple):
 
 
 def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, ...]:
-    """Return the slices of checkpoint tensors that a tensor-parallel rank has of a Megatron parameter.
+    """Return the slices of checkpoint tensors that make up one rank's shard of a Megatron parameter.
 
-    The result has one slice for each checkpoint tensor of the parameter (`Weight.sources`). ``rank``: one of
-    ``rank_count`` tensor-parallel ranks. The down projections of latent attention (sharding ``latent``) count
-    as sharded, as in Megatron's layers without Transformer Engine.
+    A Megatron parameter is built from one or more checkpoint tensors (`Weight.sources`), for example the
+    fused QKV weight from three. The result has one slice for each checkpoint tensor. ``rank``: one of
+    ``rank_count`` tensor-parallel ranks.
+
+    The down projections of latent attention (``sharding`` "latent") are assumed to be sharded. Megatron's
+    layers without Transformer Engine shard these projections.
     """
     if weight.sharding == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
@@ -232,9 +235,10 @@ class SharedBytes:
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Return the bytes that the actor ranks of each node have and each rank of an engine replica needs.
+        """Count, for each node, the needed bytes that the node's actor ranks already have.
 
-        The result is node -> bytes, [ranks of a replica].
+        The result maps a node to a list with one number for each rank of an engine replica: the bytes that
+        this rank needs and that an actor rank of the node has.
         """
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
@@ -341,12 +345,15 @@ def shared_bytes(
 ) -> SharedBytes:
     """Count the weight bytes that each engine rank needs, and how many of them each actor rank has.
 
-    ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
-    ``settings`` are Megatron's settings for uneven stages. With ``whole_experts`` each rank of a replica has
-    complete experts (vLLM's expert parallelism).
+    A weight sync sends the bytes that a rank needs and does not have.
 
-    With ``lora`` only adapters are sent. Every projection then counts with its own matrix A, also projections
-    that the checkpoints of the model's family fuse into one tensor, such as gate and up.
+    ``actor``: layout of the actor. ``replica_size``: number of ranks in a replica of the engine.
+    ``itemsize``: bytes of an element in the engine. ``settings``: Megatron's settings for uneven pipeline
+    stages. ``whole_experts``: whether each rank of a replica has complete experts (vLLM's expert
+    parallelism).
+
+    With ``lora`` only adapters are sent. Each projection then has a separate matrix A, even if checkpoints of
+    the model's family fuse the projection with another one, such as gate and up.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
@@ -470,11 +477,13 @@ class _Engine:
     def _stage_shard_bytes(
         self, stage: int, layer_counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
     ) -> dict[Shard, list[int]]:
-        """Return the bytes that each rank of an engine replica needs of each shard of a pipeline stage.
+        """Return, for each shard of a pipeline stage, how many of its bytes each engine rank needs.
 
-        The result is shard -> bytes, [ranks of the replica]. A kind of layer is identified by its parameters
-        (`Weights`). ``layer_counts``: kind of layer -> number of such layers in the stage. ``layer_bytes``:
-        kind of layer -> bytes of one such layer.
+        A shard is a part of the weights that a trainer rank has completely or not at all. The result maps a
+        shard to a list with one number of bytes for each rank of an engine replica.
+
+        ``layer_counts``: parameters of a layer (`Weights`) -> number of layers of the stage with equal
+        parameters. ``layer_bytes``: parameters of a layer -> bytes of one such layer.
         """
         sizes_by_shard: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in layer_counts.items():
@@ -610,13 +619,14 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
 def received_by_other_projects(
     model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
 ) -> dict[str, float]:
-    """Return the bytes that each rollout rank receives with the methods of other projects, by method.
+    """Return the bytes that a rollout rank receives in a weight sync with the methods of other projects.
 
-    ``tensor``: tensor-parallel size of the rollout. The formulas for colocated engines are from
-    HybridFlow (arXiv 2409.19256, table 2). HybridFlow's own method needs a ``tensor`` that divides the
-    actor's model-parallel size. verl, mbridge, Megatron-Bridge and slime gather the weights, so that a rank
-    receives as many bytes as with HybridFlow-V. A rank of a separate engine receives a broadcast of the
-    complete model.
+    The result maps the name of a method to bytes. ``tensor``: tensor-parallel size of the rollout.
+
+    A rank of a separate engine receives a broadcast of the complete model. For colocated engines the formulas
+    are from HybridFlow (arXiv 2409.19256, table 2). If ``tensor`` does not divide the actor's model-parallel
+    size, HybridFlow's method is omitted. verl, mbridge, Megatron-Bridge and slime gather the weights, so that
+    a rank receives as many bytes as with HybridFlow-V.
     """
     gather_volume = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
@@ -643,14 +653,14 @@ Larger islands keep their order."""
 
 
 def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
-    """Order ``ranks`` so that the replicas, which are consecutive ranks, receive the fewest bytes of weights.
+    """Order the engine's ``ranks`` so that a weight sync sends the fewest bytes.
 
-    The order minimises the bytes that the busiest rank receives, then the sum of bytes over ranks. Global
-    rank r is on node r // ``gpus_per_node``.
+    Consecutive ranks of the result form a replica of the engine. The order minimises the bytes that the
+    busiest rank receives, then the sum of bytes over ranks. Global rank r is on node r // ``gpus_per_node``.
 
-    Ranks are ordered separately in each island, a smallest set of successive nodes that complete replicas
-    fill. If the replica size divides the number of ranks on a node, each node is an island. An island of more
-    than `LARGEST_ISLAND` ranks keeps its order.
+    Ranks are reordered only within an island: the shortest run of consecutive nodes whose ranks form a whole
+    number of replicas. If the replica size divides the number of ranks on a node, each node is an island. An
+    island of more than `LARGEST_ISLAND` ranks keeps its order.
     """
     replica_size = len(weights.needed)
     sorted_ranks = tuple(sorted(ranks))
@@ -683,7 +693,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
 
 
 def _divide_into_islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> list[list[int]]:
-    """Divide ranks into islands: the smallest sets of nodes that can be filled with complete replicas.
+    """Divide ranks into islands: the shortest runs of nodes whose ranks form a whole number of replicas.
 
     ``ranks`` are ascending; global rank r is on node r // ``gpus_per_node``.
     """

@@ -92,9 +92,12 @@ class ConfiguredPlans:
 def plan_configuration(
     path: Path, overrides: Sequence[str], world_size: int | None, gpu: str | None, constants: Constants
 ) -> ConfiguredPlans:
-    """Predict the step time of a configuration, and of the best plan for each placement on as many GPUs.
+    """Predict the step time of a configuration, and of the best plan of every placement of its roles.
 
-    ``gpu`` replaces the configuration's GPU; if both are None, the GPU is `ASSUMED_GPU`. Raises UserErrors
+    A placement assigns the roles (such as actor and rollout) to GPUs. A plan uses at most as many GPUs as the
+    configuration.
+
+    ``gpu`` replaces the configuration's GPU. If both are None, the GPU is `ASSUMED_GPU`. Raises UserErrors
     for a configuration with errors other than missing files. Raises UserError for roles that the placement
     search does not support.
     """
@@ -109,7 +112,9 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    configured_plan = _predict_configuration("the given layout", (), report, constants, ())
+    configured_plan = _predict_configuration(
+        "the given layout", overrides=(), report=report, constants=constants, reasons=()
+    )
 
     # Check the layout of each plan: the search estimates memory less precisely than `check`.
     candidates: list[ConfiguredPlan] = []
@@ -121,7 +126,13 @@ def plan_configuration(
             rejections.append(f"{plan.name}: {candidate_report.errors[0].message}")
             continue
         candidates.append(
-            _predict_configuration(plan.name, plan_overrides, candidate_report, constants, plan.reasons)
+            _predict_configuration(
+                plan.name,
+                overrides=plan_overrides,
+                report=candidate_report,
+                constants=constants,
+                reasons=plan.reasons,
+            )
         )
     candidates.sort(key=lambda candidate: candidate.step.total)
     return ConfiguredPlans(configured_plan, tuple(candidates), tuple(rejections), is_gpu_assumed)
@@ -142,7 +153,10 @@ def _sampling_schedule(config: RunConfig) -> str:
 
 
 def configured_problem(report: CheckReport, constants: Constants) -> PlacementProblem:
-    """Build the placement problem of a checked configuration; raise UserError for unsupported roles."""
+    """Build the placement problem of a checked configuration, which is the input of the placement search.
+
+    Raises UserError for a job or for roles that the search does not support.
+    """
     # Refuse jobs that the planner's constants do not describe.
     config = report.valid()
     layouts = report.layouts or {}
@@ -152,8 +166,8 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
         raise UserError(
             "this configuration cannot be planned",
             where="CONFIG",
-            expected="reinforcement learning in half precision with an engine in the ranks, and the model's "
-            "config.json",
+            expected="a reinforcement-learning job in half precision, with an engine inside the training "
+            "processes (not a server), and the model's config.json",
             got=f"job {config.job}, {dtype}, engine {config.rollout.engine}, model {config.model.path}",
             fix="plan without a configuration: plan MODEL --gpus N, or copy config.json into model.path",
         )
@@ -169,9 +183,11 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
         raise UserError(
             "the search does not place these roles",
             where="CONFIG",
-            expected=f"{', '.join(ROLES[algorithm])}, and one reward model with a critic",
+            expected=f"the roles {', '.join(ROLES[algorithm])}; at most one reward model, and only with a "
+            "critic",
             got=", ".join(layouts),
-            fix="plan the run without them, and place them by hand: check predicts every layout",
+            fix="plan the run without the other roles, then set the ranks of these roles yourself: `check` "
+            "predicts the memory of any layout",
         )
 
     # The search varies the token budget of a micro-batch in units of the longest row.

@@ -360,7 +360,10 @@ def generate_seconds(
     batch: StepBatch,
     machine: Machine,
 ) -> float:
-    """Return the seconds of a step's generation; rows are divided evenly over all replicas."""
+    """Return the seconds of a step's generation.
+
+    The rows (one row is a prompt with one response) are divided evenly over all replicas of the engine.
+    """
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
@@ -370,6 +373,8 @@ def generate_seconds(
             model, rollout, machine, rows, batch.prompt_length, batch.lengths, samples_per_prefill
         )
     else:
+        # With oversampling, the engine always has extra sequences in flight, and the trainer uses each
+        # response as soon as it is complete. This schedule is called the open order.
         seconds = open_order_seconds(model, rollout, machine, rows, batch)
 
     # In a reinforcement-learning loop an engine reaches a fraction of its standalone speed.

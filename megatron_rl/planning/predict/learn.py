@@ -403,7 +403,7 @@ class TrainChoice:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of a role on its fullest GPUs.
+    """Memory of a role on the GPUs with the highest memory use, in bytes.
 
     The two fields may describe different GPUs: an early pipeline stage has more activations, the first and
     last stages have more parameters.
@@ -418,7 +418,7 @@ class RoleMemory:
 
     @property
     def total(self) -> float:
-        """Return the peak bytes on the fullest GPU while the role works."""
+        """Return the peak bytes on the GPU with the highest peak, while the role works."""
         return self.fullest.total
 
 
@@ -741,7 +741,9 @@ def peak_training_memory(
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
 ) -> RoleMemory:
-    """Return the memory of the fullest GPU that trains ``micro_batches`` micro-batches of ``tokens`` tokens.
+    """Return the peak memory of training on ``micro_batches`` micro-batches of ``tokens`` tokens.
+
+    The result describes the GPU with the highest memory use.
 
     ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch.
     With None, logits are computed in chunks.
@@ -749,7 +751,8 @@ def peak_training_memory(
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # If end stages can be set, the middle stages are equal: evaluate only the distinct stages.
+    # If Megatron's settings for the first and the last stage can express the split, all middle stages have
+    # the same number of layers. Evaluate only one of several equal stages.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
@@ -768,7 +771,8 @@ def peak_training_memory(
             memory = replace(memory, logits=num_logits * logits_bytes_per_element)
         memories.append(memory)
 
-    # Other splits need a custom pipeline layout, which is assumed to balance the states of the stages.
+    # If Megatron's settings cannot express the split, a custom pipeline layout is needed. Assume that this
+    # layout balances weights, gradients and optimizer states over the stages.
     if not has_end_settings:
         mean_states = {}
         for name in ("weights", "gradients", "optimizer"):
@@ -786,7 +790,7 @@ def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the peak memory of a role's fullest GPUs while it trains on a batch."""
+    """Return the peak memory of training one role on a batch, on the GPUs with the highest memory use."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
     # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.

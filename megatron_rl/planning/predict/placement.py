@@ -134,7 +134,7 @@ class PlacementProblem:
     max_pipeline: int = MAX_PIPELINE
     """Largest pipeline size to try."""
     whole_nodes: bool = False
-    """Whether groups larger than a node have complete nodes, and smaller groups divide a node evenly."""
+    """Whether groups larger than a node occupy complete nodes, and smaller groups divide a node evenly."""
 
     @property
     def gpus(self) -> int:
@@ -430,10 +430,13 @@ class Planner:
         return TrainPlan(choice, learn=0.0, forward=forward, memory=memory)
 
     def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
-        """Add generation to a group, with training states on the GPUs or on the host, whichever is faster.
+        """Add generation to a group of roles, with the faster of two plans.
 
-        ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans,
-        unless the problem has `roles_swap`. Returns None if neither plan fits.
+        The first plan keeps the states of all roles (weights, gradients and optimizer states) on the GPU
+        during generation. The second plan moves the states of trained roles to host memory. With
+        `PlacementProblem.roles_swap` the second plan also moves frozen models.
+
+        ``state_bytes``: bytes of the group's states on each GPU. Returns None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -448,7 +451,8 @@ class Planner:
             else:
                 frozen_bytes += plan.memory.states
 
-        # If roles swap, all states are moved, including frozen models.
+        # With ``roles_swap`` the states of idle roles are in host memory. During generation all roles are
+        # idle, so frozen models are moved, too.
         if problem.roles_swap:
             frozen_bytes = 0.0
             swap_seconds = group.swap_seconds + 2.0 * state_bytes / machine.host_rate
@@ -687,9 +691,9 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
             continue
         group = planner.plan_group(roles, size, True)
         if group is None:
-            # The full number of GPUs may fail although fewer GPUs fit: a number with few divisors allows few
-            # layouts. The smaller numbers have many divisors. If one of them fails, its GPUs have too little
-            # memory, and the remaining numbers of GPUs have even less.
+            # The size of the complete job may have too few divisors for any layout, so try smaller sizes.
+            # Smaller sizes have many divisors. If no layout fits a smaller size, its GPUs have too little
+            # memory, and the remaining sizes have even less memory.
             if size < planner.problem.gpus:
                 break
             continue
@@ -728,7 +732,11 @@ def _plan_split(planner: Planner, roles: Sequence[str], sampling_schedule: str) 
 
 
 def _is_allowed_size(problem: PlacementProblem, size: int) -> bool:
-    """Return whether a group may have ``size`` GPUs: any number, unless the problem requires whole nodes."""
+    """Return whether the problem allows a group of ``size`` GPUs.
+
+    With `PlacementProblem.whole_nodes` a group occupies complete nodes, or an even fraction of one node, such
+    as 4 of 8 GPUs.
+    """
     gpus_per_node = problem.machine.cluster.gpus_per_node
     if not problem.whole_nodes:
         return True
@@ -804,7 +812,8 @@ Published measurements differ from predictions by 15 % and more, and the phase m
 deep pipelines: micro-batches of packed rows take different times, so stages wait for one another."""
 
 _RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
-"""(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both limits)."""
+"""Result of a search with limits: (`PlacementProblem.whole_nodes`, `PlacementProblem.max_pipeline`, name of a
+placement -> best plan of the placement)."""
 
 
 def search_simplest_placements(
@@ -812,16 +821,17 @@ def search_simplest_placements(
 ) -> SearchResult:
     """Return for every placement the simplest plan that is nearly as fast as the fastest plan.
 
-    A plan whose groups have whole nodes is simpler than a plan whose groups share nodes. Otherwise a plan
-    with fewer pipeline stages is simpler. The `reasons` of a plan contain the slowdown of simpler plans, or
-    state that no simpler plan fits. Raises UserError if no plan fits.
+    A plan in which groups of roles occupy complete nodes (`PlacementProblem.whole_nodes`) is simpler than a
+    plan in which groups share nodes. If two plans are equal in this respect, the plan with fewer pipeline
+    stages is simpler. `PlacementPlan.reasons` states how much slower the simpler plans are, or that no
+    simpler plan fits. Raises UserError if no plan fits.
     """
     fastest_result = search_placements(problem, sampling_schedule)
     num_layouts = fastest_result.layouts
     num_evaluated = fastest_result.evaluated
 
-    # Order the searches from the simplest to the most general. A job of one node needs no search with whole
-    # nodes.
+    # Order the searches from the simplest plans to all plans. No group of a job on one node crosses nodes, so
+    # such a job is not searched with ``whole_nodes``.
     max_stages = max(plan.largest_pipeline for plan in fastest_result.plans)
     pipeline_limits = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < max_stages]
     pipeline_limits.append(MAX_PIPELINE)
@@ -864,42 +874,51 @@ def search_simplest_placements(
 def _add_reasons(
     plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_RestrictedSearch]
 ) -> PlacementPlan:
-    """Return a plan with reasons for its complexity: the slowdown of simpler plans in earlier searches.
+    """Return the plan with its `reasons`: how much slower simpler plans of the same placement are.
 
-    ``whole_nodes``: whether the plan's groups have whole nodes.
+    A plan with several pipeline stages has one reason: the slowdown with fewer stages. A plan whose groups of
+    roles share nodes has another reason: the slowdown if groups occupy complete nodes.
+
+    ``whole_nodes``: `PlacementProblem.whole_nodes` of the search that returned the plan. ``searches``:
+    results of the searches for simpler plans.
     """
-    name = plan.name
+    placement = plan.name
     reasons: list[str] = []
 
-    # Plans of the same placement with fewer pipeline stages.
+    # Compare with plans that have fewer pipeline stages.
     if plan.largest_pipeline > 1:
         shallower_plans = [
-            plans[name]
-            for has_whole_nodes, pipeline_limit, plans in searches
-            if has_whole_nodes == whole_nodes and pipeline_limit < plan.largest_pipeline and name in plans
+            plans[placement]
+            for search_whole_nodes, max_pipeline, plans in searches
+            if search_whole_nodes == whole_nodes
+            and max_pipeline < plan.largest_pipeline
+            and placement in plans
         ]
-        reasons.append(
-            f"{plan.largest_pipeline} pipeline stages: {_slowdown_text(plan, shallower_plans, 'fewer')}"
-        )
+        slowdown = _slowdown_text(plan, shallower_plans, "plans with fewer stages")
+        reasons.append(f"{plan.largest_pipeline} pipeline stages: {slowdown}")
 
-    # Plans of the same placement whose groups have whole nodes.
-    if not whole_nodes and any(has_whole_nodes for has_whole_nodes, _, _ in searches):
+    # Compare with plans whose groups occupy complete nodes, if there was a search for such plans.
+    if not whole_nodes and any(search_whole_nodes for search_whole_nodes, _, _ in searches):
         whole_node_plans = [
-            plans[name] for has_whole_nodes, _, plans in searches if has_whole_nodes and name in plans
+            plans[placement]
+            for search_whole_nodes, _, plans in searches
+            if search_whole_nodes and placement in plans
         ]
-        reasons.append(f"groups that share nodes: {_slowdown_text(plan, whole_node_plans, 'whole nodes')}")
+        slowdown = _slowdown_text(plan, whole_node_plans, "plans with whole nodes")
+        reasons.append(f"groups that share nodes: {slowdown}")
     return replace(plan, reasons=tuple(reasons))
 
 
-def _slowdown_text(plan: PlacementPlan, simpler_plans: Sequence[PlacementPlan], subject: str) -> str:
-    """Describe the slowdown of the fastest of ``simpler_plans``, compared with ``plan``.
+def _slowdown_text(plan: PlacementPlan, simpler_plans: Sequence[PlacementPlan], description: str) -> str:
+    """Describe how much slower the fastest of ``simpler_plans`` is than ``plan``.
 
-    ``subject``: property of the simpler plans, as the plural subject of the sentence, such as "whole nodes".
+    An example is "plans with whole nodes take 5% longer". ``description``: the beginning of the text, such as
+    "plans with whole nodes".
     """
     if not simpler_plans:
-        return f"{subject} do not fit"
+        return f"{description} do not fit"
     fastest_plan = min(simpler_plans, key=lambda candidate: candidate.step.total)
-    return f"{subject} take {fastest_plan.step.total / plan.step.total - 1.0:.0%} longer"
+    return f"{description} take {fastest_plan.step.total / plan.step.total - 1.0:.0%} longer"
 
 
 def _does_not_fit_error(problem: PlacementProblem) -> UserError:

@@ -234,8 +234,11 @@ class _ConfigWriter:
             section = {"function": self.paths.reward, **section}
         return section
 
-    def role_sections(self) -> dict[str, Any]:
-        """Return the sections of critic, reference, rollout and asynchrony."""
+    def other_sections(self) -> dict[str, Any]:
+        """Return the sections ``critic``, ``reference``, ``rollout`` and ``asynchrony``.
+
+        A section is absent if the plan does not have the role, or if no samples are generated ahead.
+        """
         sections: dict[str, Any] = {}
         if self.plan.plan_of(CRITIC.name) is not None:
             critic = self.trained_section(CRITIC.name)
@@ -304,7 +307,7 @@ class _ConfigWriter:
             "algorithm": algorithm,
             "batch": self.batch_section(),
             ACTOR.section: self.trained_section(ACTOR.name),
-            **self.role_sections(),
+            **self.other_sections(),
         }
 
 

@@ -57,7 +57,7 @@ class TrainPlan:
     forward: float
     """Seconds of a forward pass over a step's rows."""
     memory: RoleMemory
-    """Memory of the role on its fullest GPUs."""
+    """Memory of the role on the GPUs with the highest memory use."""
 
 
 @dataclass(frozen=True)

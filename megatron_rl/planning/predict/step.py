@@ -127,10 +127,13 @@ def compose_step(
 
 
 def weight_transfer_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
-    """Return the seconds of a planned weight transfer on the GPU that sends or receives the most bytes.
+    """Return the seconds of a weight sync on the GPU that sends or receives the most bytes.
 
-    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not. The fixed seconds and the
-    fraction of the network's rate are fitted to published refit times (constants.json).
+    The messages of the sync are planned in advance: each rank receives only the slices of tensors that it
+    needs and does not have. ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not.
+
+    The constants ``planned_*`` of constants.json are the fixed seconds of such a sync, and the fractions of
+    the network's and of NVLink's rate that it reaches. They are fitted to published times of weight syncs.
     """
     cluster = machine.cluster
     weight_sync = machine.constants.weight_sync

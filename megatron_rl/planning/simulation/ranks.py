@@ -167,17 +167,22 @@ def simulation_lines(simulations: list[RankSimulation]) -> list[str]:
 
 
 def _usage_text(usage: Usage) -> str:
-    """Format the kernels, device reads and messages of one phase as text."""
-    # Bytes and calls by kind of group.
+    """Format the peak memory, kernels, host syncs and messages of one phase as text.
+
+    A host sync is a wait of the CPU for the device. The text counts three causes of host syncs: reads of
+    device values, copies from unpinned CPU memory to the device, and operators whose output size depends on
+    device values, such as indexing with a boolean mask.
+    """
+    # Bytes and calls by kind of process group, such as tensor-parallel.
     terms = []
     for group_name, count in usage.calls.items():
         terms.append(f"{group_name} {byte_text(usage.bytes[group_name])} in {count:,} calls")
     traffic = ", ".join(terms)
     return (
         f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "
-        f"{usage.microbatches:,} micro-batches, {usage.waits:,} waits of the host ({usage.reads:,} reads of "
-        f"the device, {usage.copies:,} pageable copies to it, {usage.selections:,} selections by value); "
-        f"{traffic or 'nothing sent'}"
+        f"{usage.microbatches:,} micro-batches, {usage.waits:,} host syncs ({usage.reads:,} device reads, "
+        f"{usage.copies:,} pageable copies to the device, {usage.selections:,} operators with a "
+        f"data-dependent output size); {traffic or 'nothing sent'}"
     )
 
 

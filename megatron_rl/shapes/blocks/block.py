@@ -156,9 +156,10 @@ class Mixer(ABC):
         return math.gcd(*self.other_sharded_heads(shape).values())
 
     def other_sharded_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return the numbers of heads that tensor parallelism shards, besides query and key-value heads.
+        """Return the numbers of heads, except query and key-value heads, that tensor parallelism shards.
 
-        Keys are plural nouns for errors, such as "key heads of gated delta nets".
+        The result maps the name of a kind of head in error messages, such as "key heads of gated delta nets",
+        to the number of heads of this kind.
         """
         return {}
 

@@ -140,7 +140,10 @@ class Experts(FeedForward):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield an error for experts with biases that are sharded over tensor-parallel ranks."""
+        """Yield an error if experts have biases and ``expert_tensor`` is above 1.
+
+        ``expert_tensor`` is the number of tensor-parallel ranks that share the matrices of an expert.
+        """
         if not shape.expert_bias or layout.expert_tensor == 1:
             return
 
@@ -149,7 +152,7 @@ class Experts(FeedForward):
             where=f"{layout.path}.expert_tensor",
             expected=f"1: the experts of {shape.name} have biases",
             got=str(layout.expert_tensor),
-            fix=f"remove {layout.path}.expert_tensor, and use {layout.path}.expert for the other ranks",
+            fix=f"remove {layout.path}.expert_tensor, and increase {layout.path}.expert instead",
         )
 
 

@@ -26,7 +26,10 @@ class LatentAttention(Mixer):
     fuses_rotary: ClassVar[bool] = False
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the number of attention heads: after expansion, each has a separate key and value."""
+        """Return the number of attention heads.
+
+        The up projection expands the latent of a token into a separate key and value for each head.
+        """
         return shape.heads
 
     def key_size(self, shape: ModelShape) -> int:
@@ -96,10 +99,11 @@ class LatentAttention(Mixer):
     def live_elements(self, layer: LocalLayer) -> float:
         """Return the peak number of activation elements per token in a forward pass without gradients.
 
-        At the peak, four tensors of the size of queries and three tensors of the size of values exist. They
-        are queries, keys, values, and contiguous copies of queries, keys and values.
+        At the peak, these tensors of all heads exist: queries, keys and values, contiguous copies of the
+        queries, keys and values, and the output of attention.
         """
         shape = layer.shape
+        # Keys have the size of queries, and the output has the size of values.
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:

@@ -14,10 +14,10 @@ def _read_structure(reader: ConfigReader) -> Fields:
     parameters = rope_parameters(reader.config)
     absent_keys = [name for name in _QUERY_SCALE_KEYS if not parameters.get(name)]
 
-    # The feature ``scaled_queries`` needs both values.
+    # The scale of the queries (the feature ``scaled_queries``) is computed from both values.
     if absent_keys:
         reader.refuse(
-            "rope_parameters does not contain the factor of the queries",
+            "rope_parameters lacks the parameters of the position-dependent scale of the queries",
             "rope_parameters",
             f"a value of {' and '.join(absent_keys)}",
         )
