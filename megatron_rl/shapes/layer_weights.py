@@ -43,8 +43,8 @@ Sharding = Literal[
 EngineSharding = Literal["whole", "rows", "columns", "heads", "vocabulary"]
 """How vLLM shards a checkpoint tensor over tensor-parallel ranks.
 
-``heads`` are the rows of key-value heads, replicated if there are more ranks than heads; ``vocabulary`` is by
-rows, padded. The others are as in `Sharding`.
+``heads``: by key-value heads. If there are more ranks than heads, heads are replicated. ``vocabulary``: by
+rows, padded. ``whole``, ``rows`` and ``columns`` have the same meaning as in `Sharding`.
 """
 
 

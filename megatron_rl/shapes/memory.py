@@ -42,8 +42,9 @@ def stage_parameters(
     """Count the parameters outside and inside routed experts on one rank of a pipeline stage.
 
     ``layers``: layers of the stage. ``first``, ``last``: whether the stage is the first or the last of the
-    pipeline. A tied embedding has a copy on the last stage. Latent attention's down projections count as
-    replicated, as in Transformer Engine; Megatron's layers without Transformer Engine shard them.
+    pipeline. A tied embedding has a copy on the last stage. The down projections of latent attention
+    are assumed to be replicated, as in layers of Transformer Engine. Megatron's layers without Transformer
+    Engine shard these projections.
     """
     # Layers with equal blocks have equally many parameters.
     dense_parameters = 0
