@@ -170,7 +170,10 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Return whether this rank's writer thread has ended, successfully or with an error."""
+        """Return whether this rank's writer thread has ended.
+
+        The thread may have ended with an error, which `finish` raises.
+        """
         return not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -268,13 +271,15 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests, or None if it has none.
 
-    If a kill interrupted the replacement of a checkpoint, the old checkpoint is first renamed back. Damaged
-    checkpoints are not deleted. ``log`` receives a line for each renamed and each damaged checkpoint. If an
-    intact checkpoint exists, files of interrupted saves are deleted. Raises UserError if all checkpoints are
-    damaged. Collective over the world.
+    A save that replaces ``step_N`` first renames the old checkpoint to ``step_N.old``. If the save was killed
+    at this point, the old checkpoint is renamed back to ``step_N``. Damaged checkpoints are not deleted.
+    ``log`` receives a line for each restored and each damaged checkpoint. If an intact checkpoint exists,
+    files of interrupted saves are deleted. Raises UserError if all checkpoints are damaged. Collective over
+    the world.
     """
     for path in compute_on_first_rank(lambda: durable.recover_replaced(folder)):
-        log(f"{path}: restored from {durable.replaced_path(path).name}, which an interrupted save left")
+        old_name = durable.replaced_path(path).name
+        log(f"{path}: restored from {old_name}: the save that replaced it was interrupted")
 
     newest_damage = ""
     for path in reversed(compute_on_first_rank(lambda: named_checkpoints(folder))):
@@ -346,7 +351,10 @@ def find_damaged_model_files(folder: Path) -> list[str]:
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
-    """Join the first lines of `find_damaged_files` into one line; state the number of omitted lines."""
+    """Return a one-line summary of ``problems``, the damaged files that `find_damaged_files` returned.
+
+    The summary contains the first problems, and the number of omitted ones.
+    """
     summary = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
         summary += f" and {len(problems) - _SHOWN_PROBLEMS} more"
@@ -354,9 +362,9 @@ def summarize_damages(problems: Sequence[str]) -> str:
 
 
 def find_damaged_files(path: Path) -> list[str]:
-    """Return a line for each file of a folder that does not match its digest, equal on all ranks.
+    """Return a line of text for each file of a folder that does not match its digest.
 
-    The files are divided among the ranks. Collective over the world.
+    Each rank verifies a part of the files. All ranks return the same list. Collective over the world.
     """
     digests = compute_on_first_rank(lambda: durable.read_digests(path))
     if digests is None:

@@ -294,9 +294,10 @@ def _open_verified_buffers(
 ) -> BufferFiles:
     """Return a reader of the optimizer's flat buffers that uses the correct order of parameters.
 
-    Flat buffers have no parameter names. The order is correct if the float32 master weights in the buffers
-    equal the checkpoint's model weights. Each rank compares the parameters that it will read. Raises
-    UserError on all ranks if no order matches. Collective over the model's ranks.
+    Flat buffers have no parameter names, so the order of the parameters has to be found. An order is correct
+    if the float32 master weights in the buffers then equal the checkpoint's model weights. Each rank compares
+    the parameters that it will read. Raises UserError on all ranks if no order is correct. Collective over
+    the model's ranks.
     """
     # Model weights to compare the master weights with.
     weights = MegatronFiles(source, checkpoint)
@@ -320,10 +321,11 @@ def _open_verified_buffers(
     raise UserError(
         "the master weights in the Megatron checkpoint's optimizer differ from the weights of its model",
         where="model.resume_optimizer",
-        expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
-        "each from a multiple of 64 elements",
+        expected="the float32 weights in the reverse order of GPTModel's parameters, with each parameter "
+        "aligned to 64 elements",
         got=f"{checkpoint.path}: other values at the positions of {listed_names}",
-        fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
+        fix="load and save the checkpoint with Megatron-LM on the layout that saved it, with "
+        "--dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts from zero",
     )
 

@@ -4,7 +4,7 @@ A checkpoint is a folder:
 
 ```
 ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; if the optimizer is
-                stored in the shards of its layout (`SAME`), an index with which other layouts can read it
+                stored in the shards of its layout (`SAME`), an index to load it on other layouts
 rollout/        the actor weights from which responses are sampled, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
@@ -395,8 +395,9 @@ def _role_meta(
 ) -> dict[str, Any]:
     """Return the description of a role's model and optimizer for meta.json.
 
-    A load compares the description with its own model and optimizer. ``optimizer_format`` is `ANY` if
-    distributed optimizers are saved as complete states, and `SAME` if they are saved as shards.
+    When the checkpoint is loaded, the description is compared with the model and optimizer of the loading
+    run. ``optimizer_format`` is `ANY` if distributed optimizers are saved as complete states, and `SAME` if
+    they are saved as shards.
     """
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
@@ -406,8 +407,8 @@ def _role_meta(
     if is_distributed:
         saved_format = optimizer_format
 
-    # Other parallel layouts can load the shards of Adam, by the index that `write_shard_index` writes. They
-    # cannot load the shards of any other optimizer.
+    # Shards of Adam can be loaded on other parallel layouts, with the index that `write_shard_index` writes.
+    # Shards of any other optimizer cannot.
     has_loadable_index = is_distributed and is_adam and optimizer_format == SAME
 
     return {

@@ -354,8 +354,8 @@ def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index of shards does not contain.
 
-    ``box`` is the slice of a global tensor that has no state. If Megatron's ShardedTensorFactory copies the
-    parameter, ``box`` is unknown and None: `_parameter_boxes` returns no slices, so the index has no entry.
+    ``box`` is the slice of a global tensor whose state is missing. If Megatron's ShardedTensorFactory copies
+    the parameter's values, the index of shards cannot contain the parameter. Pass None in this case.
     """
     location = "a parameter whose shards Megatron copies"
     if box is not None:

@@ -30,7 +30,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
             return section
 
         if lora.alpha is None:
-            reasons[f"{path}.lora.alpha"] = "rank: an adapter adds the unscaled product of its matrices"
+            reasons[f"{path}.lora.alpha"] = "equal to rank: the scale alpha / rank is 1"
             lora = replace(lora, alpha=float(lora.rank))
         if lora.targets is None and shape is not None and _has_actor_shape(config, section):
             reasons[f"{path}.lora.targets"] = "the linear layers of the model that can have adapters"

@@ -689,7 +689,8 @@ def _frozen_role_items(
         active_role = role
     detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, active_role)
-    # Add an item of 0 bytes: the table of `check` then shows why the role needs no memory.
+    # If the role is the initial actor, it uses the actor's weights with the adapters off. Report 0 bytes for
+    # its weights, so that the table of `check` shows the reason.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")
 

@@ -21,8 +21,8 @@ from megatron_rl.shapes.pretrained import PretrainedModel
 # Written last, so that a directory with it is a complete checkpoint.
 META = "meta.json"
 
-# Layouts of distributed optimizers in a checkpoint: complete parameters, which every layout reads, or the
-# shards of one layout.
+# Formats of a distributed optimizer in a checkpoint, the values of `checkpoint.optimizer_layout`. `ANY` is
+# complete states, which can be loaded on any parallel layout. `SAME` is the shards of one parallel layout.
 ANY = "any"
 SAME = "same"
 
@@ -187,15 +187,16 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
         where=str(directory),
         expected=f"state of format {STATE_FORMAT}",
         got=f"format {got}, saved by {meta.get('versions')}",
-        fix="resume with the version that saved it; or export its model, which any version reads "
+        fix="resume with the version that saved it; or export its model, which any version can load "
         f"(megatron-rl export {directory} --out DIR), and start from that in a new run_dir",
     )
 
 
 def saved_optimizer_format(role_meta: Mapping[str, Any]) -> str:
-    """Return the format of a role's saved optimizer: `ANY` for complete states, `SAME` for shards.
+    """Return the format of a role's saved optimizer, a value of the setting `checkpoint.optimizer_layout`.
 
-    ``role_meta`` is ``meta["roles"][NAME]``.
+    `ANY` is complete states, which can be loaded on any parallel layout. `SAME` is the shards of one parallel
+    layout. ``role_meta`` is ``meta["roles"][NAME]``.
     """
     return role_meta.get("optimizer_layout", ANY)
 
@@ -206,13 +207,17 @@ def is_gathered(meta: Mapping[str, Any]) -> bool:
 
 
 def fits_any_layout(meta: Mapping[str, Any]) -> bool:
-    """Return whether every layout can resume from a checkpoint with the meta.json ``meta``."""
-    return all(_role_fits_any_layout(role_meta) for role_meta in meta["roles"].values())
+    """Return whether a run can resume from a checkpoint on any parallel layout.
+
+    ``meta`` is the content of the checkpoint's meta.json.
+    """
+    return all(_optimizer_loads_on_any_layout(role_meta) for role_meta in meta["roles"].values())
 
 
-def _role_fits_any_layout(role_meta: Mapping[str, Any]) -> bool:
-    """Return whether a role's saved optimizer can be loaded on every parallel layout.
+def _optimizer_loads_on_any_layout(role_meta: Mapping[str, Any]) -> bool:
+    """Return whether a role's saved optimizer can be loaded on any parallel layout.
 
+    This is possible for complete states (`ANY`), and for shards with an index (``indexed_shards``).
     ``role_meta`` is ``meta["roles"][NAME]``.
     """
     return saved_optimizer_format(role_meta) == ANY or bool(role_meta.get("indexed_shards"))
@@ -239,7 +244,7 @@ def require_layout(
     """
     role_meta = meta["roles"][role_name]
     saved_layout = role_meta["layout"]
-    if _role_fits_any_layout(role_meta) or loads_without_resharding(role_meta, layout):
+    if _optimizer_loads_on_any_layout(role_meta) or loads_without_resharding(role_meta, layout):
         return
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "
@@ -249,12 +254,12 @@ def require_layout(
     if Path(directory).parent.parent.parent.name == STAGES:
         fix += " until its next save"
     else:
-        fix += f" and steps={meta['step']}, which writes it for any layout and trains no further"
+        fix += f" and steps={meta['step']}, which saves it for any layout without a training step"
 
     checkpoints = complete_checkpoints(Path(directory).parent)
     loadable_checkpoints = [path for path in checkpoints if fits_any_layout(read_meta(path))]
     if loadable_checkpoints:
-        fix += f"; or resume from {loadable_checkpoints[-1]}, which any layout reads"
+        fix += f"; or resume from {loadable_checkpoints[-1]}, which can be loaded on any layout"
     raise UserError(
         "the checkpoint has the optimizer in the shards of another layout",
         where=f"{directory} ({role_name})",

@@ -431,8 +431,8 @@ def _fill_layout(
 ) -> LayoutConfig:
     """Return ``layout`` with ``expert_tensor`` and ``sequence_parallel``; its ranks are already set.
 
-    ``explicit_layout`` is the layout as the user configured it. For each of the two sizes that the user did
-    not set, the reason for the derived value is added to ``reasons``.
+    ``explicit_layout`` is the layout as the user configured it. If the user did not set ``expert_tensor`` or
+    ``sequence_parallel``, the reason for its derived value is added to ``reasons``.
     """
     parallel_layout = role_layout(layout, path)
     # If the user set no layout at all, ``reasons[path]`` already explains the complete layout.
@@ -547,9 +547,9 @@ def _fill_checkpoint(
 ) -> CheckpointConfig:
     """Fill in ``optimizer_layout`` and ``stop_seconds``.
 
-    ``optimizer_layout`` is the format of optimizers in checkpoints: `ANY` for states that are gathered from
-    the data-parallel ranks, `SAME` for the shards of each rank. ``stop_seconds`` is the time that a stopped
-    job has to save a last checkpoint.
+    ``optimizer_layout`` selects the format in which checkpoints store the states of distributed optimizers:
+    `ANY` gathers complete states from the data-parallel ranks, `SAME` stores the shard of each rank.
+    ``stop_seconds`` is the time that a stopped job has to save a last checkpoint.
     """
     checkpoint = config.checkpoint
     if checkpoint.optimizer_layout is None:
@@ -562,7 +562,7 @@ def _fill_checkpoint(
             # buffer of the optimizer, and Megatron cannot save the shards of such a buffer.
             if shape is not None and shape.parameters >= _SHARDED_PARAMETERS and config.actor.lora is None:
                 optimizer_format = SAME
-                reason = f"the job has {nodes} nodes: complete parameters would fill their host memory"
+                reason = f"the job has {nodes} nodes, and the model is too large to gather in host memory"
         reasons["checkpoint.optimizer_layout"] = reason
         checkpoint = replace(checkpoint, optimizer_layout=optimizer_format)
 

@@ -176,7 +176,10 @@ def type_text(hint: Any) -> str:
 
 
 def _option_text(option: Any) -> str:
-    """Describe one member of a union in words."""
+    """Describe one member of a union in the words of the configuration reference.
+
+    The reference calls a string a text, and a mapping a section.
+    """
     simple_texts = {
         int: "an integer",
         float: "a number",

@@ -40,6 +40,8 @@ NO_SAMPLES = "none: compare the times"
 class HealthRule:
     """Health rule: it fires while a measure of a run's metrics is outside a band.
 
+    The band is the range of healthy values: at least ``below`` and at most ``above``.
+
     Example: the rule ``truncation`` compares ``response/truncated_fraction`` with 0.5, and fires when five
     consecutive steps are above.
     """
@@ -77,7 +79,11 @@ class HealthRule:
         return not (is_low_enough and is_high_enough)
 
     def band_text(self) -> str:
-        """Return the band of healthy values as text, such as ``0.5 or more and 2 or less``."""
+        """Return the band of healthy values as text, such as ``0.5 or more and 2 or less``.
+
+        The rule fires if a value is below ``self.below`` or above ``self.above``. So ``below`` is the lower
+        limit of the band, and ``above`` is the upper limit.
+        """
         limits = []
         if self.below is not None:
             limits.append(f"{self.below:g} or more")
@@ -250,14 +256,17 @@ RULE_OF: Mapping[str, HealthRule] = {rule.name: rule for rule in RULES}
 
 
 def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
-    """Return the health rules of a run: `RULES` as changed by the configuration, then the user's rules."""
+    """Return the health rules of a run: `RULES` as changed by the configuration, then the user's rules.
+
+    A rule fires while a metric is outside the rule's band, the range of healthy values.
+    """
     settings_by_name = config.health.rules
     rules: list[HealthRule] = []
     unique_names = dict.fromkeys([*RULE_OF, *settings_by_name])
     for name in unique_names:
         rule = RULE_OF.get(name)
         if name == "mismatch" and rule is not None:
-            # The band is the threshold `mismatch.warn`, whose default depends on the dtype.
+            # The upper limit of this rule is the setting `mismatch.warn`. Its default depends on the dtype.
             rule = replace(rule, above=config.mismatch.warn)
 
         settings = settings_by_name.get(name)

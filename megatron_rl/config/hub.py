@@ -258,12 +258,15 @@ def _download_snapshot(repository: HubCopy, cache: Path, with_weights: bool) -> 
 
 
 def has_weights(snapshot: Path) -> bool:
-    """Return whether the folder of a model's revision contains all weight files."""
+    """Return whether the folder of a model's revision contains all weight files.
+
+    If the index of the weight files cannot be read, the function returns True: `check` reads the index again
+    and reports its error.
+    """
     files = weight_files(snapshot)
     if files is None:
         try:
             files = [snapshot / name for name in read_index(snapshot).values()]
         except UserError:
-            # `check` reads the index again, and reports its errors.
             return True
     return bool(files) and all(file.is_file() for file in files)

@@ -58,7 +58,7 @@ class LoadedConfig:
     """Local directory -> Hugging Face repository, for each repository that is not completely downloaded."""
 
     def valid(self) -> RunConfig:
-        """Return the configuration if it is valid; otherwise raise UserErrors with all errors."""
+        """Return the typed configuration; raise UserErrors with all errors if there are any."""
         if self.errors or self.config is None:
             raise UserErrors(self.errors)
         return self.config

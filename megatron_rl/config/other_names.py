@@ -167,7 +167,9 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """Key of this package (``ours``) that corresponds to one of its former keys or to another project's key.
+    """Counterpart of a former key or of another project's key: the key of this package that replaces it.
+
+    If this package has no such key, ``ours`` has the value None and ``reason`` explains why.
 
     Example:
         >>> find_counterpart("train_batch_size").ours
@@ -189,9 +191,10 @@ class OtherName:
 
     @property
     def origin_suffix(self) -> str:
-        """Return the end of an error text that tells from which project the other name is.
+        """Return a suffix for error messages that names the project from which the user's key comes.
 
-        For example ``, a name of TRL``. The suffix is empty if several projects have the name.
+        For example ``, a name of TRL``, or ``, the former name`` for a former key of this package. The suffix
+        is empty if several projects have the name.
         """
         match self.project:
             case "common":
@@ -204,10 +207,10 @@ class OtherName:
 
 @functools.cache
 def foreign_names() -> Mapping[str, OtherName]:
-    """Return the corresponding key of this package for each key of another project.
+    """Map each key of another project to its counterpart in this package, or to the reason why it has none.
 
-    If several sections of this package have the same keys, such as the layouts of roles, the first section is
-    used.
+    If several sections of this package have the same keys, such as the layouts of roles, the counterpart is
+    the key of the first section.
     """
     counterparts: dict[str, OtherName] = {}
     for path, foreign in foreign_keys():

@@ -192,11 +192,12 @@ def _typed_value(
     state: ParseState,
     section_for_number: str = "",
 ) -> Any:
-    """Convert the node of the key at ``path`` to type ``hint``: a section, named sections or a plain value.
+    """Convert ``node``, the value of the key at ``path``, to type ``hint``.
 
-    Without a node, return ``default``, which is dataclasses.MISSING for a required key.
-    ``section_for_number`` is the section that the error for a bare number suggests, such as
-    ``{name: loss, coef: VALUE}``, or empty.
+    The value may be a section, a mapping of names to sections, or any other value, such as a number. If the
+    configuration omits the key, pass None as ``node``: the function returns ``default``, which is
+    dataclasses.MISSING for a required key. If the user writes a bare number in place of a section, the error
+    suggests ``section_for_number``, such as ``{name: loss, coef: VALUE}``; it is empty for most keys.
     """
     named_section_cls = entry_class(hint)
     if named_section_cls is not None and isinstance(node, Section) and node.children:
@@ -271,7 +272,15 @@ def _plain_value(
     state: ParseState,
     section_for_number: str,
 ) -> Any:
-    """Convert the node of a key that is not a section to type ``hint``; see `_typed_value`."""
+    """Convert ``node``, the value of a key that has no section class, to type ``hint``.
+
+    If the configuration omits the key, pass None as ``node``: the function returns ``default``. If the key is
+    required, ``default`` is dataclasses.MISSING and the function returns a placeholder. If the value has the
+    wrong type, the function records an error in ``state`` and returns the default or the placeholder.
+
+    If the user writes a bare number in place of a mapping, the error suggests ``section_for_number``, such as
+    ``{name: loss, coef: VALUE}``; it is empty for most keys.
+    """
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         state.origins[path] = DEFAULT
@@ -332,7 +341,10 @@ def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
 
 
 def _record_default_origins(value: Any, path: str, state: ParseState) -> None:
-    """Record the default origin for every value of a section that is missing in the configuration."""
+    """Record that ``value``, the value of the key at ``path``, is a default: the configuration omits the key.
+
+    If ``value`` is a section, record the same for every key below it.
+    """
     if not dataclasses.is_dataclass(value):
         state.origins[path] = DEFAULT
         return

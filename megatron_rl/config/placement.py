@@ -234,10 +234,12 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 
 
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
-    """Order the rollout ranks so that a weight sync transfers the fewest bytes; also return the reason.
+    """Order the rollout ranks so that the busiest rank receives the fewest bytes per weight sync.
 
     Consecutive ranks form a replica of the engine. A rollout rank that is also an actor rank already has some
-    of the replica's weights and receives only the rest. The order decides how many bytes it receives.
+    of the replica's weights, and receives only the rest. The order decides how many bytes it receives.
+
+    Returns the configuration with the order, and the reason for the order as text.
     """
     ranks = config.rollout.ranks
     assert ranks is not None
@@ -247,7 +249,10 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
 
     best_bytes = common_bytes.traffic(best_order).received_most
     ascending_bytes = common_bytes.traffic(ranks).received_most
-    reason = f"the order in which the busiest rank receives least per weight sync: {byte_text(best_bytes)}"
+    reason = (
+        "the order in which the busiest rank receives the fewest bytes per weight sync: "
+        f"{byte_text(best_bytes)}"
+    )
     if best_bytes < ascending_bytes:
-        reason += f", not {byte_text(ascending_bytes)}"
+        reason += f" instead of {byte_text(ascending_bytes)} in ascending order"
     return replace(config, rollout=replace(config.rollout, ranks=best_order)), reason

@@ -54,11 +54,15 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
 
 
 def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
-    """Replace each name of a sampling profile in a configuration's tree by the settings of the profile.
+    """Replace the names of sampling profiles in a configuration's rollout section by the profiles' settings.
 
-    The settings of `rollout.sampling_profile` replace values of the rollout section, except for command-line
-    overrides. Registered profiles are added to `rollout.sampling_profiles`. `data.sources.NAME.profile`
-    remains the name of a profile in `rollout.sampling_profiles`.
+    The settings of the profile that `rollout.sampling_profile` names replace values of the rollout section,
+    except for command-line overrides. A name as a value in `rollout.sampling_profiles`, such as
+    ``math: careful``, is replaced by the profile's settings. Registered profiles are added to
+    `rollout.sampling_profiles`.
+
+    Names in `data.sources.NAME.profile` are validated and not replaced. If such a name is written as
+    ``file.py:NAME``, it is shortened to ``NAME``. Errors are appended to ``errors``.
     """
     source_profiles = _source_profiles(tree)
     if _registered_profiles or source_profiles:
@@ -71,7 +75,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     if not isinstance(rollout, Section) or (not leaves_by_key and not _registered_profiles):
         return
 
-    # Import the users' files first, since they register the profiles.
+    # A name may be written as `file.py:NAME`. Import the file first: its code registers the profile.
     for key, leaf in leaves_by_key.items():
         user_file, _, _ = leaf.value.rpartition(":")
         if user_file:

@@ -54,14 +54,15 @@ class ForeignName:
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """Other project's value -> our value, `REMOVED` for a value that needs no setting here."""
     piece: str = ""
-    """Piece of an algorithm that has the setting, if the algorithm's default piece does not have it."""
+    """Piece (component) of an algorithm that has the setting, such as one policy loss. Empty if the default
+    piece has the setting."""
 
     def difference_text(self) -> str:
         """Describe how the other project's values differ from this package's; empty if they do not.
 
         The documentation prints the text. If the user must remove the setting instead of translating a value,
-        the text for this value is "no line". If only one piece of the algorithm (such as one policy loss) has
-        the setting, the text ends with the setting that selects this piece.
+        the text for this value is "no line". If only one piece (component) of the algorithm, such as
+        one policy loss, has the setting, the text ends with the setting that selects this piece.
         """
         clauses = []
         if self.conversion:
@@ -212,13 +213,14 @@ def setting(
     """Return a dataclass field with a default; ``attributes`` are further fields of `Setting`.
 
     The other arguments describe the setting's names in other projects, such as verl. ``also_called`` maps a
-    project to its names of the setting, separated by commas. ``conversion`` is a text that describes how
-    their values differ from the setting's values, or a mapping from name to such a text. ``their_values``
-    maps a name to a mapping from the project's value to the setting's value.
+    project to its names of the setting, separated by commas. ``conversion`` describes how the other project's
+    values differ from this package's values. It is a text for all names, or a mapping from a name to its
+    text. ``their_values`` maps a name to a mapping from the other project's value to this package's value.
 
     If the field is a section, ``also_called_below`` maps each key inside the section to a mapping like
-    ``also_called``. If only one piece of an algorithm, such as one policy loss, has a key, write the key as
-    ``PIECE: KEY``.
+    ``also_called``. Some keys exist only in one piece (component) of an algorithm, such as one policy loss.
+    Such a key is written as ``PIECE: KEY``. For example, ``loss: coef`` is the key ``coef`` of the piece
+    ``loss``.
     """
     # Parse the names, which fields write as text for brevity.
     values = their_values or {}

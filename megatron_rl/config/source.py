@@ -345,7 +345,7 @@ def read_file(path: Path, errors: list[UserError], location: str | None = None) 
     """Read and parse a configuration file; return an empty section if that fails.
 
     Errors are appended to ``errors``. The error for an unreadable file is reported at ``location``, the file
-    and line that name it; None reports it at the path itself.
+    and line that name it. Without ``location``, the error is reported at ``path``.
     """
     location = location or str(path)
     try:
@@ -495,9 +495,11 @@ def _is_same_configuration(first: Path, second: Path) -> bool:
 
 
 def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:
-    """Merge ``section`` of a file into the section ``base`` of its base file; both are at ``path``.
+    """Merge ``section`` of a configuration file into ``base``, the same section of its base file.
 
-    ``base`` is changed in place: the values of ``section`` replace its values.
+    A base file is a file that the configuration names as ``base:`` and inherits values from. If both sections
+    have a value for a key, the value of ``section`` replaces the value of ``base``. ``base`` is changed in
+    place. ``path`` is the path of the section in the configuration.
     """
     for key, node in section.children.items():
         base_node = base.children.get(key)
@@ -609,7 +611,8 @@ def _to_node(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Se
     if not isinstance(node, yaml.MappingNode):
         return Leaf(loader.construct_object(node, deep=True), origin)
 
-    # flatten_mapping inserts the names of `<<` before the mapping's own names, so that these override them.
+    # flatten_mapping inserts the keys that are merged by `<<` before the mapping's own keys. Later keys win,
+    # so the mapping's own keys override the merged keys.
     loader.flatten_mapping(node)
     section = Section(origin=origin)
     for key_node, value_node in node.value:

@@ -35,6 +35,9 @@ def estimate_tokens(
 ) -> tuple[int, str]:
     """Return the largest number of tokens per micro-batch within the memory target, and its reason as text.
 
+    A number of tokens is within the target if the estimated peak memory is at most the fraction
+    `batch.memory_target` of the GPU's memory.
+
     ``config`` is resolved and sets ``memory_target`` and ``gpu_memory_gib``. ``shapes`` is documented in
     `memory_plan`.
     """
@@ -81,7 +84,7 @@ def estimate_tokens(
     if estimate_peak(max_tokens) <= allowed_bytes:
         batch_text = "a mini-batch"
         if bounds.microbatches > 1:
-            batch_text = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
+            batch_text = f"a mini-batch split into {bounds.microbatches} micro-batches (to fill the pipeline)"
         return max_tokens, f"{batch_text} is estimated within {target_text}"
 
     # Bisect: `low` tokens fit into the target, and `high` tokens do not.

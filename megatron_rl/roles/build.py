@@ -251,7 +251,9 @@ def build_frozen_roles(
     """Build the roles that evaluation needs: a policy without an optimizer, the engine and the rewards.
 
     ``path``: Hugging Face model of the policy; None builds a policy into which a checkpoint of the run can be
-    loaded. Collective over the world.
+    loaded. ``templated``: whether prompts are rendered with the tokenizer's chat template.
+
+    Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
 

@@ -521,7 +521,10 @@ class RewardRole:
         return turns
 
     def close(self) -> None:
-        """End the threads for early rewards, and the processes of scorers and filters."""
+        """Shut down the threads of `start_early_rewards`, and the processes of scorers and filters.
+
+        These threads compute the rewards of finished groups while other groups are still sampled.
+        """
         for executor in self._executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():

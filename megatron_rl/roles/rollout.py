@@ -156,8 +156,9 @@ class RolloutRole:
 
         Collective over the replica group.
         """
-        # With `rollout.order: open`, the replicas sample until all ranks without an engine wait for the
-        # gather below. Count this rank as waiting.
+        # With `rollout.order: open`, a step trains on the groups that finish first, and the engines sample
+        # until every rank without an engine waits in the gather below. Count this rank as waiting. The number
+        # is None with `rollout.order: closed`.
         if generation_round.open_round_number is not None and self.engine is None:
             count_waiting_learner(generation_round.open_round_number)
 

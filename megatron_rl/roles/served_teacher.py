@@ -161,9 +161,10 @@ class _RowColumns:
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, num_top_tokens + 1))
 
     def read_reply(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response of the server; return the reason if it is malformed, or None.
+        """Store the log-probs from the server's response in this row's tensors.
 
-        ``tokens``: token ids of the row. ``mask``: true for the tokens whose columns are filled.
+        Returns the reason if the response is malformed, and None otherwise. ``tokens``: token ids of the row.
+        ``mask``: true for the tokens whose log-probs are stored; the tensors remain 0 at all other tokens.
         """
         try:
             prompt_log_probs = reply.value["choices"][0]["prompt_logprobs"]
@@ -183,7 +184,7 @@ class _RowColumns:
         token: int,
         returned_log_probs: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Fill in the columns of one position; raise ValueError for a number that is not a log-prob.
+        """Store the log-probs at one position; raise ValueError for a number that is not a log-prob.
 
         ``token``: id of the row's token at ``position``. ``returned_log_probs``: token id as text -> mapping
         with the token's ``logprob``, as the server returned it.

@@ -301,10 +301,10 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
 
 
 def reserved_kwargs_error(kwargs: Mapping[str, Any], where: str, container: str) -> UserError | None:
-    """Return the error if ``kwargs`` contains chat-template arguments that the renderer passes itself.
+    """Return the error if ``kwargs`` contains reserved arguments of the chat template, or None.
 
-    Returns None if it contains no such argument. ``container`` is the configuration key or the record field
-    with the arguments, for the fix.
+    The renderer itself passes the reserved arguments, such as the prompt's ``messages`` and ``tools``.
+    ``container`` is the configuration key or the record field that contains ``kwargs``, for the fix.
     """
     reserved_names = [name for name in _RESERVED_TEMPLATE_KWARGS if name in kwargs]
     if not reserved_names:

@@ -85,7 +85,7 @@ class FiltersConfig:
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of responses that a filter removed, or None if these responses are dropped."""
+        """Return the reward of filtered responses, or None if `on_filtered` drops them from the batch."""
         if self.on_filtered == DROP:
             return None
 

@@ -106,7 +106,10 @@ def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
 
 
 def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig) -> int:
-    """Return the response limit of one prompt, in tokens; with `AUTO`, the largest limit.
+    """Return the maximum number of response tokens for a prompt of ``prompt_tokens`` tokens.
+
+    ``value`` is a number, `AUTO`, or a table of limits by prompt length. For `AUTO`, the function returns the
+    largest limit.
 
     Example:
         >>> [prompt_limit({"64": 32, "more": 256}, tokens, AutoLimitConfig()) for tokens in (64, 65)]

@@ -568,8 +568,8 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of each temperature and top-p that is a schedule, in the rollout and its profiles."""
     for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
-        # The sampler raises positive temperatures to `LOWEST_TEMPERATURE`. If a schedule had lower
-        # temperatures, the sampled ones would not be linear.
+        # The sampler clamps positive temperatures to at least `LOWEST_TEMPERATURE`. A schedule below this
+        # bound would be clamped, and the temperatures that are used would not be linear.
         lower_bound = 0.0
         if name == "temperature":
             lower_bound = LOWEST_TEMPERATURE
@@ -592,7 +592,7 @@ def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
 
 
 def profile_fields() -> dict[str, Setting]:
-    """Map the name of each key that a sampling profile can set to its description."""
+    """Return the rollout settings that a sampling profile can override: name -> description."""
     descriptions = {item.name: setting_of(item) for item in fields(RolloutConfig)}
 
     return {name: description for name, description in descriptions.items() if description.per_task}
@@ -637,7 +637,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     if not is_auto:
         return
 
-    # `auto` computes a quantile of the latest lengths in a window, and clamps it between two bounds.
+    # `auto` computes a quantile of the latest response lengths in a window, and clamps it between two bounds.
     auto = rollout.auto_limit
     if auto.at_least > auto.at_most:
         yield UserError(
@@ -648,6 +648,8 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
             fix=f"set rollout.auto_limit.at_least={auto.at_most} or less",
         )
 
+    # A class is a task with prompts of similar lengths. Its limit is computed as soon as `responses` lengths
+    # are available. The window retains only the latest `window` lengths, so `responses` cannot exceed it.
     if auto.responses > auto.window:
         yield UserError(
             "a class of prompts never has as many lengths as its limit requires",
@@ -763,9 +765,10 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each presence or frequency penalty if a response may need several requests.
 
-    vLLM counts only the response tokens of the current request. Earlier turns or rounds belong to its prompt.
+    For a penalty, vLLM counts only the response tokens of the current request. If a response is split over
+    several requests, its earlier tokens are in the prompt of the current request and are not counted.
     """
-    # With any of these settings, a response may continue in a second request.
+    # With any of these settings, a response may be split over several requests.
     is_set_by_key = {
         "rollout.environment": rollout.environment is not None,
         "rollout.oversample": rollout.oversample > 0,
@@ -784,7 +787,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                     f"{path}.{name}",
                     settings[name],
                     "responses that are one request of the engine each",
-                    got=f"{multi_request_key} is set, which continues responses in further requests",
+                    got=f"{multi_request_key} is set, so a response may be split over several requests",
                     fix=f"remove {multi_request_key}, or use rollout.repetition_penalty",
                 )
 

@@ -158,7 +158,8 @@ def _keys_error(path: str, value: Mapping[str, Any]) -> UserError:
     return UserError(
         f"`{path}` is not a schedule",
         where=path,
-        expected="a number, or a section of start, end, steps (over steps) or start, end, over (over tokens)",
+        expected="a number, {start, end, steps} for a schedule over training steps, or {start, end, over} "
+        "for a schedule over tokens",
         got=f"a section of {', '.join(value) or 'nothing'}",
         fix=fix,
     )
