@@ -105,7 +105,8 @@ def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
         '4<end>'
     """
-    # Remove end tokens from the back, until only the first of them is left at position `length`.
+    # Remove end tokens one by one from the back. `length` is the end of the last removed token, so
+    # text[:length] keeps the first of several end tokens.
     remainder = text.rstrip()
     length = None
     end_text = _find_trailing_end(remainder, end_texts)
@@ -510,20 +511,21 @@ def undefined_turn_end_warning(
         return UserError(
             "the chat template ends turns without an end token",
             where="model.path",
-            expected=f"one of the tokens that end responses ({end_names}) after each turn of the assistant",
+            expected=f"an end token of the model ({end_names}) after each turn of the assistant",
             got=repr(turn_end.text[:40]) if turn_end.text else "nothing",
-            fix=f"none is needed for a model that learned to write {end_names} there; for another model give "
-            "the tokenizer a chat_template whose turns end with such a token",
+            fix=f"change nothing if the model was trained to end its turns with {end_names}; otherwise give "
+            "the tokenizer a chat_template that ends each turn with such a token",
         )
 
     token = turn_end.text.split("\n")[0].strip()[:40]
     return UserError(
         f"the chat template ends turns with {token}, which the model's files do not name as an end",
         where="model.path",
-        expected=f"one of the tokens that end responses there: {end_names}",
-        got=f"{token} (id {turn_end.token}); responses to prompts of the template end there, too",
+        expected=f"one of the end tokens in the model's files: {end_names}",
+        got=f"{token} (id {turn_end.token}); this run also ends a response at this token if the template "
+        "renders the prompt",
         fix=f"add {turn_end.token} to eos_token_id in {model_path}/generation_config.json, so that other "
-        "programs end responses there, too",
+        "programs also end responses at this token",
     )
 
 

@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Settings whose functions read the ground truth of records, or their further fields.
+    """Settings whose functions read the ground truth or the metadata of records.
 
     A function is configured by a setting, for example a reward function by ``reward.function``.
 
@@ -98,21 +98,28 @@ class Consumers:
     ground_truth: str | None
     """Setting of the function that reads the ground truth, or None if nothing reads it."""
     metadata: str | None
-    """Setting of the function that gets all further fields, or None if nothing gets them."""
+    """Setting of the function that gets the metadata, or None if nothing gets them.
+
+    The metadata of a record are its fields other than the prompt and the ground truth.
+    """
 
 
 REWARDED = Consumers("reward", "reward")
-"""`Consumers` of a run whose reward may read the ground truth and all further fields."""
+"""`Consumers` of a run whose reward may read the ground truth and the metadata."""
 
 
 def prompt_consumers(
     config: RunConfig, evaluation_set: str | None = None, source: str | None = None
 ) -> Consumers:
-    """Find the functions of the user that read the ground truth or the further fields of records.
+    """Find the user's functions that read the ground truth or the metadata of records.
 
-    Returns the settings that name these functions. The records are from ``evaluation_set`` or from ``source``
-    in `data.sources`; if both are None, they are from `data.train`. The functions' code is searched and not
-    imported: a file without the text ``ground_truth`` does not read the ground truth.
+    Returns the settings that name these functions. The metadata of a record are its fields other than the
+    prompt and the ground truth. The records are from ``evaluation_set`` or from ``source`` in `data.sources`.
+    If both are None, the records are from `data.train`.
+
+    The code of a function is searched as text and not imported. A function is assumed to read the ground
+    truth if its file contains the text ``ground_truth``, or does not contain the function's definition. Every
+    function is assumed to read the metadata.
     """
     # If functions of several settings read a field, the last setting is returned; errors name this setting.
     setting_by_field = dict(_find_field_readers(config, evaluation_set, source))
@@ -257,7 +264,7 @@ class RecordReader:
         # Check that the fields exist, then validate their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
-        self._require_same_prompt_form(record)
+        self._reject_messages_after_text(record)
         require_prompt(record, data, self.setting)
         require_template_for_messages(record, responses, data, self.setting)
         self._reject_final_answer(record)
@@ -272,6 +279,7 @@ class RecordReader:
         if self._unread_fields:
             yield self._unread_fields_warning()
 
+        # Keys of messages that neither this class nor the chat template reads.
         if self._unread_keys:
             yield self._names_warning(
                 "keys of messages that nothing reads",
@@ -280,9 +288,10 @@ class RecordReader:
                 fix="remove the keys if they are not needed, or give the model a chat template that has them",
             )
 
+        # The chat template renders a null argument of a tool call as text, and the model learns to write it.
         if self._null_arguments:
             yield self._names_warning(
-                "arguments of calls that are null, which the model is trained on",
+                "arguments of calls that are null, and the model is trained to write them",
                 self._null_arguments,
                 expected="only the arguments that a call sets",
                 fix="remove them, if they were added when a table was exported to JSON",
@@ -341,11 +350,15 @@ class RecordReader:
         try:
             require_fields(record, data.reward_fields, self.setting)
         except UserError as error:
-            alternative = f"without one, make {reader} not read `ground_truth`"
+            alternative = f"if the data have no ground truth, make {reader} not read `ground_truth`"
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
-    def _require_same_prompt_form(self, record: Record) -> None:
-        """Raise UserError for a prompt of messages in a data set whose first prompt is plain text."""
+    def _reject_messages_after_text(self, record: Record) -> None:
+        """Raise UserError for a prompt of messages in a data set whose first prompt is plain text.
+
+        The opposite order is valid: if the first prompt is messages, the chat template renders all prompts,
+        and a prompt of plain text becomes a message of the user.
+        """
         prompt = record.values[self.data.prompt_field]
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
@@ -358,8 +371,8 @@ class RecordReader:
             where=f"{record.where} ({self.setting})",
             expected=f"text, as in {first_location}",
             got=f"{len(prompt)} messages in `{self.data.prompt_field}`",
-            fix=f"set {self.data.setting_of('chat_template')}=true, by which text is a message of the user, "
-            "or convert the records",
+            fix=f"set {self.data.setting_of('chat_template')}=true, so that a text becomes a message of "
+            "the user; or convert the records",
         )
 
     def _reject_final_answer(self, record: Record) -> None:
@@ -422,7 +435,7 @@ class RecordReader:
             raise UserError(
                 "a prompt begins like a list of messages, but is not JSON",
                 where=f"{record.where} ({self.setting})",
-                expected="a list of messages, JSON text of one, or a text that is the prompt itself",
+                expected="a list of messages, JSON text of such a list, or a plain-text prompt",
                 got=repr(text[:80]),
                 fix="write the messages as a list, or with json.dumps; if this text is the prompt itself, "
                 f"set {self.data.setting_of('chat_template')}=false",
@@ -535,8 +548,8 @@ class RecordReader:
             raise UserError(
                 "the tools of a record are not a list of objects",
                 where=f"{record.where} ({self.setting})",
-                expected="a list of descriptions of functions, as transformers' apply_chat_template takes "
-                "it, or JSON text of one",
+                expected="a list of tool schemas for apply_chat_template of transformers, or JSON text of "
+                "such a list",
                 got=_excerpt(tools),
                 fix=f"correct the record, or {self.data.setting_of('tools_field')}",
             )
@@ -922,10 +935,11 @@ def _normalise_weight(message: dict[str, Any]) -> None:
 
 
 def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
-    """Remove the weight of a message that is never trained on.
+    """Remove the loss weight of a message that is never trained on.
 
-    Raises _MessageError for a weight of 1 in data with responses (``has_responses``). In data without
-    responses any value is valid, because weights have no effect.
+    In data with responses (``has_responses``), only messages of the assistant are trained on. If any other
+    message has a weight of 1, raises _MessageError. In data without responses every weight is valid, because
+    weights have no effect.
     """
     for name in (*_TRAINED_IF_TRUE, *_TRAINED_IF_FALSE):
         value = message.pop(name, None)

@@ -325,11 +325,13 @@ def split_responses(
 ) -> Record:
     """Split a record's conversations into the prompt and the responses in ``fields``.
 
+    A trained turn is a message of the assistant whose loss weight is not 0.
+
     - If the prompt's field has the complete conversation, the response is the last trained turn or, with
       ``every_turn``, all messages from the first trained turn on. The messages before it are the prompt.
     - If several responses are complete conversations, their longest common prefix becomes the prompt.
     - Messages after the last trained turn are dropped.
-    - A response of one message with only text becomes text if the prompt is text.
+    - If the prompt is text, a response that consists of one text message is replaced by the message's text.
 
     Raises UserError for a response without a trained turn.
     """
@@ -526,7 +528,8 @@ def unclosed_reasoning_warning(
 ) -> UserError | None:
     """Return a warning about responses without the closing tag of the reasoning block that the prompt opens.
 
-    Returns None if all responses to prompts of the chat template have the tag.
+    The model would be trained on such a response as reasoning ("thoughts" in the warning). Returns None if
+    all responses to prompts of the chat template have the tag.
     """
     # Skip records with template arguments: for example, enable_thinking=false closes the block in the prompt.
     candidates: list[Record] = []
@@ -544,11 +547,11 @@ def unclosed_reasoning_warning(
     return UserError(
         f"the chat template opens thoughts, and responses without {closing_tag} are trained on as thoughts",
         where=setting,
-        expected=f"thoughts, {closing_tag} and then the answer in each response",
+        expected=f"responses that contain the thoughts, then {closing_tag}, then the answer",
         got=f"none in {len(unclosed_locations)} of {len(candidates)} records; "
         f"first: {', '.join(unclosed_locations[:3])}",
-        fix=f"write {closing_tag} before an answer without thoughts, or give the model a template that opens "
-        "none",
+        fix=f"write {closing_tag} before an answer without thoughts, or give the model a chat template that "
+        "does not open thoughts",
     )
 
 

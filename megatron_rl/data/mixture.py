@@ -49,7 +49,8 @@ class ShareOrder:
             self.weights = dict(weights)
             self.counts = dict.fromkeys(weights, 0)
 
-        # Exact fractions of the decimal digits: 0.1 and 0.2 are one to two, and no rounding accumulates.
+        # Convert the decimal digits of the weights to exact fractions: rounding errors would add up. The
+        # weights 0.1 and 0.2 then have exactly the ratio 1 : 2.
         exact_weights = {name: Fraction(repr(weight)) for name, weight in weights.items()}
         total_weight = sum(exact_weights.values())
 
@@ -186,15 +187,17 @@ class MixedPrompts:
         return name
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return, for each source, the fractions of its prompts that are uniform and that are skipped.
+        """Return (uniform fraction, skipped fraction) of each source's prompts, by ``/SOURCE``.
 
-        A prompt is uniform if its last responses all had the same reward. The current epoch skips some of the
-        uniform prompts (`data.uniform_share`). The key of a source is ``/SOURCE``, the suffix of the metrics'
-        names.
+        A uniform prompt is a prompt whose last responses all had the same reward. A skipped prompt does not
+        occur in the current epoch, see `data.uniform_share`. The key ``/SOURCE`` is appended to the names of
+        the metrics.
         """
         fractions_by_suffix: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
-            for fractions in source.uniform_fractions().values():
+            # A source that skips no prompts returns an empty mapping. Otherwise the only key is "".
+            fractions = source.uniform_fractions().get("")
+            if fractions is not None:
                 fractions_by_suffix[f"/{name}"] = fractions
         return fractions_by_suffix
 

@@ -612,11 +612,11 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
             }
         except KeyError as error:
             raise UserError(
-                f"a map of {path} has a key twice",
+                f"a map in a column of {path} contains a repeated key",
                 where=f"{path}, rows {row} to {row + batch.num_rows - 1}",
-                expected="each key once: of two values, one would be lost",
+                expected="different keys in each map, since a record has one value for each key",
                 got=str(error.args[0]),
-                fix="remove one of the two, and write the data again",
+                fix="remove or rename the repeated key, and write the data again",
             ) from None
 
         for index in range(batch.num_rows):

@@ -112,13 +112,13 @@ def response_pieces(
     setting: str,
     chat: ConversationRenderer | None,
     end_texts: Sequence[str],
-    alternative_fix: str | None = None,
+    template_error_fix: str | None = None,
 ) -> list[str]:
     """Render a response as a list of texts: turns at even indices, the text between turns at odd indices.
 
     ``chat`` renders with the chat template; None for a model without a template. ``end_texts`` are the texts
-    of the tokens that end responses to prompts of plain text. ``alternative_fix`` is appended to the fix in
-    the UserError for a template that cannot render conversations turn by turn.
+    of the tokens that end responses to prompts of plain text. If the template cannot render conversations
+    turn by turn, raises UserError; ``template_error_fix`` is a further fix for this error.
     """
     response: Any = record.values[field]
     if chat is None or not uses_chat_template(record, data):
@@ -138,7 +138,7 @@ def response_pieces(
             where=f"{record.where} ({setting})",
             expected=error.expected,
             got=error.got,
-            fix=" or ".join(filter(None, (error.fix, alternative_fix))),
+            fix=" or ".join(filter(None, (error.fix, template_error_fix))),
         ) from None
 
 
@@ -230,8 +230,8 @@ def response_warnings(
             continued_records,
             len(first_records),
             setting,
-            expected="one turn of the assistant as text, or its turns as messages",
-            fix="give conversations as messages, or cut the text after its first end",
+            expected="a single turn of the assistant as text, or a conversation as messages",
+            fix="write conversations as messages, or cut the text after its first end token",
         )
 
     # A template may omit the reasoning of earlier turns.
@@ -243,13 +243,14 @@ def response_warnings(
     if changed_records:
         yield _records_warning(
             "the chat template renders earlier turns differently when later turns follow, for example "
-            "without their thoughts; the model is trained on each turn as it is in the data",
+            "without their reasoning; the model is trained on each turn as it is in the data",
             changed_records,
             len(first_records),
             setting,
-            expected="turns that are rendered the same in every position, or one trained turn per record",
-            fix=f"set {setting.rpartition('.')[0]}.turns=last to train only on the last turn, after the "
-            "earlier turns as the template renders them",
+            expected="a template that renders a turn in the same way in every position, or one trained turn "
+            "per record",
+            fix=f"set {setting.rpartition('.')[0]}.turns=last to train only on the last turn; the template "
+            "then renders the earlier turns",
         )
 
 

@@ -72,9 +72,9 @@ class ShuffledOrder:
     The items are prompts or records, with the numbers 0 … count-1. ``fingerprint`` identifies their content:
     `load_state_dict` rejects a state with another fingerprint.
 
-    An item is *uniform* if the responses of its last group all had the same reward. An epoch skips each
-    uniform item with probability 1 - ``uniform_share``. The random choice depends only on (seed, epoch,
-    item). An epoch never skips all items.
+    A prompt is *uniform* if all responses that were last sampled for it had the same reward. An epoch keeps
+    each uniform prompt with probability ``uniform_share``, and otherwise skips it. The random choice depends
+    only on (seed, epoch, item). An epoch never skips all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -102,7 +102,7 @@ class ShuffledOrder:
         self.epoch = 0
         self.position = 0
         self.uniform: set[int] = set()
-        """Uniform items: the responses of their last group all had the same reward."""
+        """Items (prompts) that are uniform: their last sampled responses all had the same reward."""
         self.skipped: set[int] = set()
         """Items that this epoch skips."""
         self._order = self._permute_items()
@@ -118,8 +118,8 @@ class ShuffledOrder:
     def _choose_skipped_items(self) -> set[int]:
         """Choose the items that the current epoch skips, at random from the uniform items.
 
-        An item is uniform if the responses of its last group all had the same reward. The choice depends only
-        on (seed, epoch, item).
+        A prompt is uniform if all responses that were last sampled for it had the same reward. The choice
+        depends only on (seed, epoch, item).
         """
         if self.uniform_share == 1 or not self.uniform:
             return set()
@@ -247,10 +247,11 @@ class PromptSource:
         self._encoded = encoded
         self._records = encoded.records
         self._texts = encoded.texts
+        # The only column of tokens is the column of the prompts: `encode_prompts` encodes no responses.
         (self._tokens,) = encoded.tokens
         self._data = data
         self.remarks = encoded.remarks
-        """Warnings about the records, for the console."""
+        """Warnings about fields and messages of the records, as lines for the console."""
 
         # `RecordReader` rejects data sets with both text and messages, so all prompts have the form of the
         # first one.
@@ -363,11 +364,13 @@ class PromptSource:
         self._order.set_uniform(position, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the fractions of prompts that are uniform and that the current epoch skips.
+        """Return (uniform fraction, skipped fraction) under the key "", or {} if no prompts are skipped.
 
-        A prompt is uniform if its last responses all had the same reward. An epoch skips some of the uniform
-        prompts if `data.uniform_share` is less than 1; otherwise the result is empty. The only key is "", an
-        empty suffix for the names of the metrics: `MixedPrompts` has one suffix for each source.
+        The uniform fraction is the fraction of prompts whose last responses all had the same reward. The
+        skipped fraction is the fraction of prompts that the current epoch skips. An epoch skips prompts only
+        if `data.uniform_share` is less than 1.
+
+        The key is a suffix for the names of the metrics. `MixedPrompts` has one suffix for each source.
         """
         order = self._order
         if order.uniform_share == 1:
@@ -430,10 +433,10 @@ class PromptSource:
             raise UserError(
                 "the chat template writes the date, and the checkpoint's prompts have another date",
                 where="data",
-                expected=f"the time at which the run started first: {clock}",
+                expected=f"the start time of the original run: {clock}",
                 got=str(self._clock),
-                fix="resume in the run's own folder, whose file `first_start` has that time, or write it "
-                "into the file `first_start` of run_dir",
+                fix=f"resume in the run_dir of the original run, or write {clock} into the file "
+                "`first_start` of the new run_dir",
             )
 
         self._order.load_state_dict(state)
@@ -530,8 +533,9 @@ def encode_prompts(
     """Normalise records and tokenise their prompts; raises UserError as `RecordReader` does.
 
     ``setting`` is the configuration key of the data set, for errors. ``consumers`` has the settings of the
-    user's functions that get the records' fields, such as a reward function. An error about a missing field
-    names the setting. The default stands for a run whose reward may read every field.
+    user's functions that get the records' fields, such as ``reward.function``. If a field is missing, the
+    error names the setting in ``consumers`` whose function reads the field. By default, the reward of the run
+    is assumed to read every field.
     """
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
@@ -671,16 +675,20 @@ class ResponseSource:
         """Return all rows in file order, with loss weights as in `next_batch`."""
         return self._make_batch(range(len(self)))
 
-    def _make_batch(self, items: Sequence[int]) -> TrainBatch:
-        """Return the rows of the records at positions ``items`` of the source as a train batch."""
-        indices = [self._indices[item] for item in items]
+    def _make_batch(self, positions: Sequence[int]) -> TrainBatch:
+        """Return the rows of the records at ``positions`` as a train batch.
+
+        A position is an index into the records within the length limit.
+        """
+        indices = [self._indices[position] for position in positions]
         rows: list[numpy.ndarray] = []
         response_starts: list[int] = []
         for index in indices:
             rows.extend(self._join_rows(index))
             response_starts.extend([len(self._prompts[index])] * self.rows_per_record)
 
-        # Mask the tokens of prompts, and the untrained tokens of responses, which are complements (~token).
+        # Mask the prompts and the response tokens that are not trained on. Such a response token is stored as
+        # its complement (~token), which is negative.
         tokens = concatenate_rows(rows)
         row_masks = [
             torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)
@@ -738,8 +746,8 @@ def encode_responses(
     # Encode the prompts first: a response is tokenised together with the text of its prompt.
     prompt_encoder = PromptEncoder(tokenizer, data, setting)
     prompt_texts, prompt_tokens = prompt_encoder.encode(records, max_tokens)
-    alternative_fix = "set sft.turns=last" if every_turn else None
-    response_encoder = _ResponseEncoder(prompt_encoder, end_ids, alternative_fix)
+    template_error_fix = "set sft.turns=last" if every_turn else None
+    response_encoder = _ResponseEncoder(prompt_encoder, end_ids, template_error_fix)
     response_columns = [
         response_encoder.encode(records, prompt_texts, prompt_tokens, field, max_tokens) for field in fields
     ]
@@ -756,28 +764,32 @@ class _ResponseEncoder:
     the policy samples after the tokens of the prompt alone.
 
     ``end_ids`` are the ids of the tokens that end responses. A turn without such a token gets the chat
-    template's end token, or else the first of ``end_ids``. ``alternative_fix`` is appended to the error for a
-    template that cannot render conversations.
+    template's end token, or else the first of ``end_ids``.
+
+    ``prompt_encoder`` is the encoder of the data set's prompts. If the chat template cannot render
+    conversations, `encode` raises UserError. ``template_error_fix`` is a further fix for this error, or None.
     """
 
-    def __init__(self, prompts: PromptEncoder, end_ids: Sequence[int], alternative_fix: str | None) -> None:
-        self._prompts = prompts
-        self._alternative_fix = alternative_fix
+    def __init__(
+        self, prompt_encoder: PromptEncoder, end_ids: Sequence[int], template_error_fix: str | None
+    ) -> None:
+        self._prompt_encoder = prompt_encoder
+        self._template_error_fix = template_error_fix
         self._plain_end_id = end_ids[0]
         self._template_end_id = end_ids[0]
         self._end_ids = frozenset(end_ids)
-        tokenizer = prompts.tokenizer
+        tokenizer = prompt_encoder.tokenizer
         self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
         self._chat: ConversationRenderer | None = None
 
         # A template may end turns with a token that the model's files do not define as an end token.
-        if prompts.renderer is not None:
+        if prompt_encoder.renderer is not None:
             turn_end = template_turn_end(tokenizer)
             if turn_end is not None and turn_end.token is not None:
                 self._template_end_id = turn_end.token
                 self._end_ids |= {turn_end.token}
                 self._end_texts.append(tokenizer.convert_ids_to_tokens(turn_end.token))
-            self._chat = ConversationRenderer(prompts.renderer, self._end_texts)
+            self._chat = ConversationRenderer(prompt_encoder.renderer, self._end_texts)
 
     def encode(
         self,
@@ -792,11 +804,13 @@ class _ResponseEncoder:
         ``prompts`` and ``prompt_tokens`` are the text and the tokens of each record's prompt. ``field`` is
         the field of the response, and ``limit`` the length limit of a row in tokens.
         """
-        data = self._prompts.data
-        setting = self._prompts.setting
-        tokenizer = self._prompts.tokenizer
+        data = self._prompt_encoder.data
+        setting = self._prompt_encoder.setting
+        tokenizer = self._prompt_encoder.tokenizer
         pieces = [
-            response_pieces(record, field, data, setting, self._chat, self._end_texts, self._alternative_fix)
+            response_pieces(
+                record, field, data, setting, self._chat, self._end_texts, self._template_error_fix
+            )
             for record in records
         ]
 

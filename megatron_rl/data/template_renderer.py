@@ -100,10 +100,10 @@ class TemplateRenderer:
         self.now = now or datetime.now()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
-        self._single_end_reason: str | None = None
-        """Reason why the process ended while it rendered a single conversation, or None before such an end.
+        self._crash_reason: str | None = None
+        """Reason why the process ended while it rendered a batch of one conversation, or None.
 
-        After such an end, this reason is the result of every request of a single conversation.
+        If the reason is set, each later batch of one conversation is not rendered and fails with this reason.
         """
         self._lock = threading.Lock()
 
@@ -153,7 +153,7 @@ class TemplateRenderer:
         if texts is not None:
             return texts
         if len(batch) == 1:
-            return [RenderError(self._single_end_reason or "")]
+            return [RenderError(self._crash_reason or "")]
 
         # All results of the batch are lost: render one by one to find the rendering that ended the process.
         results: list[str | RenderError] = []
@@ -166,8 +166,9 @@ class TemplateRenderer:
 
         Returns None if the process ended before it sent the reply.
         """
-        if self._single_end_reason is not None and len(batch) == 1:
-            return [RenderError(self._single_end_reason)]
+        # Do not start the process again for a batch of one after such a batch has ended the process.
+        if self._crash_reason is not None and len(batch) == 1:
+            return [RenderError(self._crash_reason)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._ensure_process()
@@ -189,7 +190,7 @@ class TemplateRenderer:
         status = process.wait()
         self.close()
         if len(batch) == 1:
-            self._single_end_reason = _exit_reason(status)
+            self._crash_reason = _exit_reason(status)
         return None
 
     def _ensure_process(self) -> subprocess.Popen[str]:

@@ -368,9 +368,10 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def boxes_containing(self, region: Region) -> list[TensorBox]:
-        """Return the location of a region in each parameter of the rank that holds the complete region.
+        """Locate a region in each of the rank's parameters that contains the complete region.
 
-        Each returned box has the start and size of the region, and the region's offset in the parameter.
+        The result has one box for each such parameter. The box has the start and the size of the region, and
+        the offset of the region in the parameter.
         """
         region_box = (region.start, region.size)
         inner_boxes = []
@@ -523,7 +524,7 @@ def _find_gaps(
         starts_by_box.append(box_starts)
         ends_by_box.append(box_starts + length)
 
-    # An empty run at the end makes a gap after the last box visible.
+    # Append an empty run of elements at the end, so that a gap after the last box is also found.
     end_run = numpy.array([num_elements])
     starts = numpy.concatenate([*starts_by_box, end_run])
     ends = numpy.concatenate([*ends_by_box, end_run])

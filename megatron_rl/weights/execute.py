@@ -95,7 +95,7 @@ class Execution:
         self._regions: list[Region] = []
         for bundle in plan.bundles:
             self._regions += bundle.regions
-        self._reference_sums: list[tuple[_Term, Tensor]] = []
+        self._reference_checksums: list[tuple[_Term, Tensor]] = []
 
     def _source_view(self, region: Region) -> Tensor:
         """Return the view of a region in a source parameter of this rank."""
@@ -172,7 +172,7 @@ class Execution:
         for targets, value in self._local_copies:
             for target in targets:
                 target.copy_(value)
-        self._reference_sums = self._compute_sums(verified_regions, is_reference=True)
+        self._reference_checksums = self._compute_checksums(verified_regions, is_reference=True)
 
     @torch.no_grad()
     def verify(self, mode: str, sync_index: int) -> int:
@@ -194,15 +194,15 @@ class Execution:
 
         # `run` may have computed the reference checksums already.
         regions = self._regions_to_verify(mode, sync_index)
-        computed_sums = self._reference_sums or self._compute_sums(regions, is_reference=True)
-        computed_sums += self._compute_sums(regions, is_reference=False)
-        self._reference_sums = []
+        computed_checksums = self._reference_checksums or self._compute_checksums(regions, is_reference=True)
+        computed_checksums += self._compute_checksums(regions, is_reference=False)
+        self._reference_checksums = []
 
         # One copy from the device for all checksums.
-        terms = [term for term, _ in computed_sums]
+        terms = [term for term, _ in computed_checksums]
         checksums = torch.zeros(0)
-        if computed_sums:
-            device_checksums = [checksum for _, checksum in computed_sums]
+        if computed_checksums:
+            device_checksums = [checksum for _, checksum in computed_checksums]
             checksums = torch.stack(device_checksums).cpu()
         region_sums = _sum_by_region(terms, checksums, regions)
 
@@ -236,27 +236,27 @@ class Execution:
             return range(len(self._regions))
         return range(sync_index % SAMPLE_INTERVAL, len(self._regions), SAMPLE_INTERVAL)
 
-    def _compute_sums(
+    def _compute_checksums(
         self,
         regions: range,
         *,
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
-        """Compute this rank's checksums of ``regions``, each with its term of the region's checksum sum.
+        """Compute this rank's checksums of ``regions``; return (term, checksum) pairs.
 
         If ``is_reference`` is true, compute the checksums of the regions for which this rank is the
         reference: the holder with which the receivers are compared. Otherwise compute the checksums of the
-        regions that this rank receives.
+        regions that this rank receives. A term has the region and the factor of the checksum, see `_Term`.
         """
         # Do not build `_terms` without verification, since they prepare a checksum for each region.
         if not regions:
             return []
 
-        sums = []
+        computed_checksums = []
         for term in self._terms:
             if term.is_reference == is_reference and term.region in regions:
-                sums.append((term, term.checksum.compute()))
-        return sums
+                computed_checksums.append((term, term.checksum.compute()))
+        return computed_checksums
 
     @cached_property
     def _terms(self) -> Sequence[_Term]:
@@ -299,15 +299,16 @@ class Execution:
     ) -> list[_Term]:
         """Build the terms of the region's checksum sum that this rank adds as a receiver.
 
-        The rank has one term for each of its parameters that contain the region. On the n-th receiver of the
-        region, counted from 1, the factors of the terms add up to -n.
+        The rank has one term for each of its parameters that contain the region. The receivers of the region
+        have the numbers 1, 2, …; the factors of the terms of receiver n add up to -n.
         """
         views = self._destination_views(region)
         first_checksum, *copy_checksums = [BoxChecksum(view, region.start, region.dtype) for view in views]
 
-        # Different factors of the receivers, so that equal errors on two receivers do not cancel.
+        # Weight receiver n by n, so that errors on several receivers are unlikely to cancel.
         receiver_number = region.receivers.index(self._rank) + 1
-        # Every further parameter has the factor 1; the first parameter subtracts these factors again.
+        # Every parameter after the first has the factor 1. The factor of the first parameter makes the sum of
+        # all factors -n.
         first_factor = -receiver_number - len(copy_checksums)
         terms = [_Term(region_index, is_reference=False, factor=first_factor, checksum=first_checksum)]
         for checksum in copy_checksums:
@@ -320,18 +321,18 @@ class Execution:
         ``checksums``: (index of a region, is_reference, checksum) for each checksum that this rank has
         computed. The reference checksum of a region is the checksum of one holder. Collective over the group.
         """
-        sums_by_rank = gather_objects((self._rank, checksums), self._group)
+        checksums_by_rank = gather_objects((self._rank, checksums), self._group)
         # The reference checksum of each region.
         reference_checksums: dict[int, int] = {}
-        for _, rank_sums in sums_by_rank:
-            for region, is_reference, checksum in rank_sums:
+        for _, rank_checksums in checksums_by_rank:
+            for region, is_reference, checksum in rank_checksums:
                 if is_reference:
                     reference_checksums[region] = checksum
 
         # The receivers whose checksum differs.
         mismatches: list[str] = []
-        for rank, rank_sums in sums_by_rank:
-            for region, is_reference, checksum in rank_sums:
+        for rank, rank_checksums in checksums_by_rank:
+            for region, is_reference, checksum in rank_checksums:
                 reference_checksum = reference_checksums[region]
                 if not is_reference and checksum != reference_checksum:
                     mismatches.append(self._describe_mismatch(region, rank, checksum, reference_checksum))

@@ -197,10 +197,13 @@ def schedule_phases(
 ) -> Schedule:
     """Assign the (sender, receiver) pairs of a plan to phases, and choose the size of their messages.
 
-    The pairs of a phase share the staging memory, so fewer pairs get larger messages. First, a phase gets as
-    many pairs as the staging memory allows with messages of ``message_bytes``. If any rank then has more than
-    `MAX_MESSAGES` messages, larger regions share messages. If a rank still has too many messages, phases get
-    half as many pairs, until the messages are large enough.
+    The pairs of a phase share the staging memory: messages can be larger if a phase has fewer pairs. A rank
+    should have at most `MAX_MESSAGES` messages.
+
+    First, a phase gets as many pairs as fit into the staging memory with messages of ``message_bytes``. If a
+    rank then has too many messages, the size up to which regions are packed into shared messages is raised.
+    If this is not enough, the number of pairs per phase is halved, until no rank has too many messages or
+    each rank has at most one sender and one receiver per phase.
     """
     round_by_pair = _assign_rounds(plan.pair_bytes)
     size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]

@@ -229,8 +229,9 @@ class _Assignment:
         if len(demand.holders) == 1:
             return demand.receivers
 
-        # A receiver with few peers among the holders comes first, while the budgets of its peers remain. A
-        # receiver without a peer among the holders comes last: all holders are equally good for it.
+        # A budget is the number of bytes that a holder should still send. Receivers with few peers among the
+        # holders come first, before other receivers use up the budgets of these peers. Receivers without a
+        # peer among the holders come last, because all holders are equally good for them.
         holder_set = set(demand.holders)
         peer_counts: dict[int, float] = {}
         for rank in demand.receivers:
@@ -297,8 +298,11 @@ class _Assignment:
         demand: Demand,
         peers: set[int],
     ) -> tuple[list[Share], int]:
-        """Divide a receiver's bytes over several holders; return the shares and the remaining bytes."""
-        # Current peers first, then the largest budgets, so that few senders are needed.
+        """Divide a receiver's bytes over several holders; return the shares and the remaining bytes.
+
+        ``peers`` are the ranks that already exchange messages with the receiver.
+        """
+        # Prefer holders that are peers, then holders with large budgets, so that few senders are needed.
         budget_by_holder = self._budgets[demand.holders]
         holders = sorted(
             demand.holders,

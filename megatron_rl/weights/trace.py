@@ -184,10 +184,11 @@ class CopyRecorder(TorchDispatchMode):
         if intervals is None:
             return None
 
-        # The last destination that begins at or before the view.
+        # Select the last destination that begins at or before the first element of the view.
         view_begin = int(tensor.storage_offset())
         index = bisect_right(intervals, view_begin, key=lambda interval: interval[0]) - 1
-        # Without such a destination, only an empty view fits into this interval; it copies nothing.
+        # If no destination begins there, use an empty interval. Only an empty view fits into this interval,
+        # and a copy to an empty view writes nothing.
         interval = (0, 0, "")
         if index >= 0:
             interval = intervals[index]
@@ -430,7 +431,7 @@ def _split_axis(
         # The view fills this dimension and continues in the next outer one.
         inner_length, remainder = divmod(remaining_size, step)
         if remainder or first_coordinates[dim] or length % inner_length:
-            raise TraceError(f"a flattened view of {source_box.name!r} does not end with its rows")
+            raise TraceError(f"a flattened view of {source_box.name!r} does not consist of complete rows")
         axes.append(_Axis(dim, step, inner_length, destination_stride))
         length //= inner_length
         stride *= inner_length

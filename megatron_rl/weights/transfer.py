@@ -112,19 +112,20 @@ class _Stream:
         num_bytes = views[0].numel() * dtype.itemsize
         return num_bytes >= min(self.min_separate_bytes, self.max_message_bytes)
 
-    def unstaged_bytes(self) -> list[Tensor | None]:
-        """Return the bytes of each message's weight, 1-D uint8, if they can be sent or received directly.
+    def unstaged_views(self) -> list[Tensor | None]:
+        """Return a 1-D uint8 view of the weight for each message that needs no staging buffer.
 
-        The result has None for a message that must be copied through a staging buffer.
+        Such a message is sent from or received in the memory of the weight. The result has None for a message
+        that must be copied through a staging buffer.
         """
-        bytes_by_message: list[Tensor | None] = []
+        views: list[Tensor | None] = []
         for segments in self.messages:
-            weight_bytes = None
+            unstaged_view = None
             # The segments of a shared message are not contiguous in memory, so they must be staged.
             if len(segments) == 1:
-                weight_bytes = segments[0].unstaged_bytes()
-            bytes_by_message.append(weight_bytes)
-        return bytes_by_message
+                unstaged_view = segments[0].unstaged_bytes()
+            views.append(unstaged_view)
+        return views
 
     def _append_views(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message; rows that do not fit begin new messages."""
@@ -201,7 +202,7 @@ class Exchange:
         # A stream is the sequence of messages to or from one peer. Each round exchanges one message of every
         # stream; a stream with fewer messages skips the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
-        self._unstaged_bytes = {id(stream): stream.unstaged_bytes() for stream in streams}
+        self._unstaged_views = {id(stream): stream.unstaged_views() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
         self.staging_peak = 0
 
@@ -225,7 +226,7 @@ class Exchange:
             if next_index < self.rounds:
                 next_handles = self._post_messages(next_index, buffers[next_index % 2])
 
-            # On an accelerator, `wait` does not block the host: the stream unpacks after the arrival.
+            # On an accelerator, `wait` does not block the CPU: the device stream unpacks after the arrival.
             for handle in work_handles:
                 handle.wait()
             self._unpack_messages(round_index, buffers[round_index % 2])
@@ -257,7 +258,7 @@ class Exchange:
                 )
                 operations.append(operation)
 
-        # Pack the segments of a message, unless it is sent from the weight itself.
+        # Pack the segments of a message into its staging buffer, unless the message needs no staging.
         for peer, stream in self._sends.items():
             if message_index < len(stream.messages):
                 message = self._message_buffer(
@@ -266,7 +267,7 @@ class Exchange:
                     stream,
                     message_index,
                 )
-                if self._unstaged_bytes[id(stream)][message_index] is None:
+                if self._unstaged_views[id(stream)][message_index] is None:
                     for segment in stream.messages[message_index]:
                         segment.staging_view(message).copy_(segment.views[0])
                 operation = dist.P2POp(
@@ -289,20 +290,21 @@ class Exchange:
         stream: _Stream,
         message_index: int,
     ) -> Tensor:
-        """Return the memory of a message, 1-D uint8: the weight itself, or a staging buffer if it needs one.
+        """Return the memory of a message as 1-D uint8: a view of the weight, or else a staging buffer.
 
+        A message that cannot be sent from or received in the memory of the weight gets a staging buffer.
         ``stream`` is the sequence of messages to or from one peer. ``buffers`` maps ``key``, the
         (direction, peer) of the stream, to the stream's staging buffer; a missing buffer is added.
         """
-        unstaged_bytes = self._unstaged_bytes[id(stream)]
-        weight_bytes = unstaged_bytes[message_index]
-        if weight_bytes is not None:
-            return weight_bytes
+        unstaged_views = self._unstaged_views[id(stream)]
+        unstaged_view = unstaged_views[message_index]
+        if unstaged_view is not None:
+            return unstaged_view
 
         # All staged messages of the stream use the same buffer.
         if key not in buffers:
-            messages = zip(stream.lengths, unstaged_bytes, strict=True)
-            max_length = max(length for length, direct_bytes in messages if direct_bytes is None)
+            messages = zip(stream.lengths, unstaged_views, strict=True)
+            max_length = max(length for length, view in messages if view is None)
             storage_device = stream.messages[0][0].views[0].device
             buffers[key] = torch.empty(max_length, dtype=torch.uint8, device=storage_device)
             self.staging_peak += max_length
@@ -317,8 +319,8 @@ class Exchange:
         for peer, stream in self._receives.items():
             if message_index >= len(stream.messages):
                 continue
-            # A message without staging was received in the weight itself.
-            if self._unstaged_bytes[id(stream)][message_index] is not None:
+            # A message without staging was received in the memory of the weight.
+            if self._unstaged_views[id(stream)][message_index] is not None:
                 continue
 
             for segment in stream.messages[message_index]:

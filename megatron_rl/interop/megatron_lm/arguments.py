@@ -160,9 +160,10 @@ def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[st
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts.
+    """Return the Megatron-LM command-line arguments of a model with a mixture of experts.
 
-    The arguments of the router are the family's settings in Megatron.
+    The values of the router's arguments are the Megatron settings of the model family, or Megatron-LM's
+    defaults.
     """
     shape = model.shape
     family_settings = model.family.megatron(model.config)

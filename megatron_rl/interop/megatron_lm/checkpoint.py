@@ -138,13 +138,16 @@ class MegatronCheckpoint:
 
         # The fix depends on the states that the checkpoint has.
         got = "no optimizer state, or the state of an optimizer other than Adam"
-        fix = "save it without --no-save-optim"
+        fix = "save the checkpoint without --no-save-optim"
         if required_states <= available_states:
             got = "Adam's moments without its step count"
         elif self.sharding is not None:
             state_names = ", ".join(sorted(available_states)) or "no Adam state"
             got = f"{self.sharding}, with {state_names}"
-            fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
+            fix = (
+                "load the checkpoint in Megatron-LM with the parallel layout that it was saved with, and "
+                "save it with --dist-ckpt-optim-fully-reshardable"
+            )
         return [
             UserError(
                 "training cannot resume with the optimizer's state in the Megatron checkpoint",
@@ -159,9 +162,11 @@ class MegatronCheckpoint:
     def list_arrangements(self, shape: ModelShape) -> list[list[FlatParameter]]:
         """Return the possible orders of parameters in the optimizer buffers, most likely first.
 
-        Raises UserError if the buffers do not match the model or layout of the arguments.
+        ``shape`` is the model. The parallel layout is read from the checkpoint's Megatron-LM arguments.
+        Raises UserError if the buffers do not match this model and this layout.
         """
-        # Read the sizes of buckets and of the padded vocabulary from stored tensors: no argument has them.
+        # Megatron-LM's arguments contain neither the sizes of the buckets nor the size of the padded
+        # vocabulary: read both from stored tensors.
         bucket_sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         vocabulary_rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
@@ -216,7 +221,7 @@ class MegatronCheckpoint:
         missing_names: list[str] = []
         errors: list[UserError] = []
 
-        # Select the first possible location of each parameter whose tensor is stored.
+        # For each parameter, select the first candidate location whose tensor is in the checkpoint.
         for name, candidates, expected_shape in _possible_locations(shape):
             stored_candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
             if not stored_candidates:

@@ -159,13 +159,15 @@ def arrange_parameters(
     """Compute the bucket and the offset of each rank's shard of each parameter.
 
     ``bucket_sizes`` has the number of elements of each bucket in the checkpoint. ``vocabulary_rows`` is the
-    number of rows of the padded vocabulary. Raises UserError if the model has other buckets on the parallel
-    layout in ``arguments``.
+    number of rows of the padded vocabulary. ``arguments`` are the checkpoint's Megatron-LM arguments, which
+    include the parallel layout.
+
+    Raises UserError if the buckets computed for the model and this layout differ from ``bucket_sizes``.
     """
     # An explicit layout string can distribute layers in any way, and is not parsed.
     layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
-        expected = "stages that follow from other arguments"
+        expected = "pipeline stages without an explicit layout string"
         raise mismatched_buffers_error(expected, "pipeline_model_parallel_layout")
 
     stage_settings = {name: arguments.get(argument) for name, argument in _STAGE_ARGUMENTS.items()}
@@ -192,7 +194,8 @@ def arrange_parameters(
 
     # A bucket without parameters means that the checkpoint belongs to a different model or layout.
     if expected_buckets != set(bucket_sizes):
-        expected = f"{len(expected_buckets)} buckets, by {layout.short_text()} of its arguments"
+        layout_text = layout.short_text()
+        expected = f"{len(expected_buckets)} buckets, for {layout_text} in the checkpoint's arguments"
         raise mismatched_buffers_error(expected, f"{len(bucket_sizes)}")
     return arrangement
 
@@ -202,19 +205,16 @@ def _iterate_rank_groups(
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield the parameters of each group of ranks that have the same parameters.
 
-    Yields (optimizer index, group index, shard, parameters of each model chunk). The indices are the fields
-    ``optimizer`` and ``group`` of the buckets in which the parameters are. ``shard`` is the
+    Yields (optimizer index, group index, shard, parameters of each model chunk). The buckets of these
+    parameters have the indices as their fields ``optimizer`` and ``group``. ``shard`` is the
     (tensor, expert, expert-tensor) rank.
 
     ``stages`` has the layers of each chunk of each pipeline stage. If ``has_separate_experts`` is true, a
-    separate optimizer updates the experts, so the experts' parameters have groups of their own.
+    second optimizer updates the experts, and the experts' parameters have separate groups. Otherwise the
+    first optimizer updates all parameters.
     """
     layout = model.layout
     expert_shard_count = layout.expert * layout.expert_tensor
-    # The values of `Weight.expert` whose weights the first optimizer updates.
-    included_expert_flags = [False]
-    if not has_separate_experts:
-        included_expert_flags.append(True)
 
     for stage, chunks in enumerate(stages):
         is_last_stage = stage == len(stages) - 1
@@ -234,7 +234,8 @@ def _iterate_rank_groups(
                     shard,
                     is_first,
                     is_last,
-                    included_expert_flags,
+                    include_dense=True,
+                    include_experts=not has_separate_experts,
                 )
                 parameters_by_chunk.append(chunk_parameters)
             yield 0, tensor_rank + layout.tensor * stage, shard, parameters_by_chunk
@@ -244,9 +245,18 @@ def _iterate_rank_groups(
         for index in range(expert_shard_count):
             expert_rank, expert_tensor_rank = divmod(index, layout.expert_tensor)
             shard = (0, expert_rank, expert_tensor_rank)
-            parameters_by_chunk = [
-                _chunk_parameters(model, layers, shard, False, False, [True]) for layers in chunks
-            ]
+            parameters_by_chunk = []
+            for layers in chunks:
+                chunk_parameters = _chunk_parameters(
+                    model,
+                    layers,
+                    shard,
+                    is_first_chunk=False,
+                    is_last_chunk=False,
+                    include_dense=False,
+                    include_experts=True,
+                )
+                parameters_by_chunk.append(chunk_parameters)
             yield 1, index + expert_shard_count * stage, shard, parameters_by_chunk
 
 
@@ -256,12 +266,15 @@ def _chunk_parameters(
     shard: tuple[int, int, int],
     is_first_chunk: bool,
     is_last_chunk: bool,
-    included_expert_flags: Sequence[bool],
+    *,
+    include_dense: bool,
+    include_experts: bool,
 ) -> list[_LocalParameter]:
     """Return a chunk's parameters in the order of the chunk's modules.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank. The chunk's weights are included if
-    `Weight.expert` is in ``included_expert_flags``: ``[True]`` includes only the weights of experts.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. Of the parameters of ``layers``, the result has
+    experts if ``include_experts`` is true, and all other parameters if ``include_dense`` is true. The first
+    chunk also has the embedding, and the last chunk the output layer.
     """
     # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
@@ -279,8 +292,9 @@ def _chunk_parameters(
     for layer in layers:
         keyed_parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
+            is_included = include_experts if weight.expert else include_dense
             # Module buffers, such as the router's expert biases, have no gradients.
-            if weight.expert in included_expert_flags and not weight.is_buffer:
+            if is_included and not weight.is_buffer:
                 keyed_parameters += _layer_parameters(model, layer, weight, shard)
         keyed_parameters.sort(key=lambda keyed_parameter: keyed_parameter[0])
         decoder += [parameter for _, parameter in keyed_parameters]
@@ -300,8 +314,9 @@ def _layer_parameters(
     """
     tensor_rank, _, expert_tensor_rank = shard
     if not weight.expert:
-        # With Transformer Engine, the weight of a norm belongs to the linear module that follows the norm and
-        # has the name `weight.fused`. In a layer without this linear module the norm is a module of its own.
+        # Transformer Engine fuses a norm with the linear module that follows it. The norm's parameter then
+        # belongs to the linear module, and `weight.fused` is its name there. In a layer without this linear
+        # module, the norm is a separate module.
         name = weight.name
         module_names = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
         if model.implementation.fused and _module_name(weight.fused) in module_names:
@@ -436,5 +451,6 @@ def mismatched_buffers_error(expected: str, got: str) -> UserError:
         "the optimizer's buffers in the Megatron checkpoint do not belong to its model and layout",
         expected=expected,
         got=got,
-        fix="load and save it with Megatron-LM on that layout, with --dist-ckpt-optim-fully-reshardable",
+        fix="load the checkpoint in Megatron-LM with the parallel layout that it was saved with, and save it "
+        "with --dist-ckpt-optim-fully-reshardable",
     )
