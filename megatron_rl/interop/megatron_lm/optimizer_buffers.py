@@ -205,8 +205,8 @@ def _iterate_rank_groups(
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield the parameters of each group of ranks that have the same parameters.
 
-    Yields (optimizer index, group index, shard, parameters of each model chunk). The buckets of these
-    parameters have the indices as their fields ``optimizer`` and ``group``. ``shard`` is the
+    Yields (optimizer index, group index, shard, parameters of each model chunk). The optimizer index and the
+    group index are the fields ``optimizer`` and ``group`` of the parameters' buckets. ``shard`` is the
     (tensor, expert, expert-tensor) rank.
 
     ``stages`` has the layers of each chunk of each pipeline stage. If ``has_separate_experts`` is true, a
