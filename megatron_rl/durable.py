@@ -276,7 +276,7 @@ def recover_replaced(folder: Path) -> list[Path]:
 def require_space(folder: Path, byte_count: float, content: str) -> None:
     """Raise a UserError unless the disk of an existing ``folder`` has room for ``byte_count`` more bytes.
 
-    ``content`` names the data to be written in the error, such as "a checkpoint".
+    ``content`` describes the new data for the error message, such as "a checkpoint".
     """
     free = shutil.disk_usage(folder).free
     if free < byte_count * _HEADROOM:

@@ -113,7 +113,11 @@ def load_module(location: str) -> ModuleType:
 
     A file is relative to the current directory and may import other files of its folder. Exceptions that the
     module raises are not caught. Raises ImportError for an empty location.
+
+    A sandboxed process is a restricted process for the user's code. It executes the copy of the file that the
+    run made at its start, instead of the file.
     """
+    # A location is the text before the `:` of ``location:name``, and is empty if there is no `:`.
     if not location:
         raise ImportError("there is no `:` between a file or module and the name")
     if not location.endswith(".py"):
@@ -245,12 +249,15 @@ def import_user_module(location: str, key: str) -> ModuleType:
 
 
 def active_copies() -> Mapping[str, bytes]:
-    """Return the copies that new sandboxed processes will execute: a mapping from file path to content."""
+    """Return the copies of user code that new sandboxed processes will execute: file path -> content.
+
+    The run copies the files of the user's code once, so that later edits of the files do not change the run.
+    """
     return _active_copies
 
 
 def activate_copies(files: Mapping[str, bytes]) -> None:
-    """Set the copies that new sandboxed processes will execute; ``files`` maps a file path to its content."""
+    """Set the copies of user code that new sandboxed processes will execute: file path -> content."""
     _active_copies.clear()
     _active_copies.update(files)
 

@@ -154,7 +154,7 @@ class CheckReport:
     accelerator: tuple[AppliedDefault, ...] = ()
 
     def valid(self) -> RunConfig:
-        """Return the configuration with its derived values; raise UserErrors if it has errors."""
+        """Return the configuration, including derived values; raise UserErrors if the check found errors."""
         if self.errors:
             raise UserErrors(self.errors)
         return self.config
@@ -346,7 +346,9 @@ def check_config(
         check.add_invalidating_errors(check_engine_arguments(config.rollout.vllm))
     check.add_invalidating_errors(check_path_lengths(config))
     if not training:  # the run itself imports this code
-        check.add_invalidating_errors(try_imports(_user_code_paths(check), keys_not_imported=_PROVIDER_KEYS))
+        check.add_invalidating_errors(
+            try_imports(_user_code_paths(check), report_exceptions_for=_PROVIDER_KEYS)
+        )
 
     # At the start of a run every rank checks, so only the check before the run sends requests to servers.
     files = FileFindings(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.callbacks import callback_errors
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
-from megatron_rl.check.engine.servers import check_engine_servers, language_model_errors
+from megatron_rl.check.engine.servers import check_engine_servers, engine_model_mismatch_errors
 from megatron_rl.check.files import FileFindings
 from megatron_rl.check.model.config import check_model_config
 from megatron_rl.check.model.megatron_lm import provider_errors
@@ -142,9 +142,10 @@ class Inputs:
 
 
 def check_path_lengths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for paths that are too long for the file system, such as a text in place of a path.
+    """Yield the errors for paths that are too long for the file system.
 
-    Later rules that read files then need no handling of such values.
+    For example, the value may be the text of a prompt instead of the path of a file with prompts. Later rules
+    do not open these paths.
     """
     for key, config_value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
@@ -211,7 +212,7 @@ def _check_models(inputs: Inputs) -> None:
     if inputs.shape is not None:
         actor_model = read_pretrained(inputs.models["actor"])
         if config.job == TRAIN:
-            inputs.errors.extend(language_model_errors(config.rollout, actor_model, config.model.path))
+            inputs.errors.extend(engine_model_mismatch_errors(config.rollout, actor_model, config.model.path))
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
@@ -541,14 +542,18 @@ def _absent_field_warning(
     return UserError(
         f"the first record of {data_set.key} has no {noun}",
         where=key,
-        expected=f"{kind} in the field `{getattr(data, setting)}` where a record has {noun}",
+        expected=f"{kind} in the field `{getattr(data, setting)}` of each record with {noun}",
         got=f"fields {', '.join(first_record)}",
-        fix=f"correct {key}, if no record has them",
+        fix=f"if no record has {noun}, correct {key}",
     )
 
 
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
-    """Check a data set's records, template and tokens; return its records, or None if it cannot be read."""
+    """Check the records, the chat template and the token counts of a data set.
+
+    Errors and warnings are added to ``inputs``. Returns a preview of the data set, or None if the data set
+    cannot be read.
+    """
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
@@ -583,7 +588,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
                 "the tokenizer has no chat template",
                 where=template_key,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {model_folder}, and prompts of {data_set.key} that need one",
+                got=f"no template in {model_folder}, but the prompts of {data_set.key} need a template",
                 fix=f"use an instruction-tuned model, or prompts that are text with {template_key}=false",
             )
         )
@@ -649,7 +654,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
         if key.startswith("evaluation.") and uses_template is not training_uses_template:
             setting = f"{key.removesuffix('.data')}.chat_template={str(training_uses_template).lower()}"
             yield UserError(
-                "an environment continues all conversations in one way, and the data has two",
+                "an environment continues all conversations in one way: with the chat template or as text",
                 where=key,
                 expected=f"{descriptions[training_uses_template]}, as {training_key}",
                 got=descriptions[uses_template],

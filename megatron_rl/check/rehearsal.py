@@ -52,16 +52,16 @@ class _ImportFailure(LoadFailed):
 
 
 def try_imports(
-    object_paths: Mapping[str, str], *, keys_not_imported: tuple[str, ...] = ()
+    object_paths: Mapping[str, str], *, report_exceptions_for: tuple[str, ...] = ()
 ) -> list[UserError]:
     """Import each function or class of the user in a separate process; return the import errors.
 
     ``object_paths`` maps configuration keys to the objects that they name: ``file.py:Name`` or
     ``module:Name``.
 
-    If an import ends its process or never finishes, it is an error. If an import raises an exception, it is
-    an error only for a key in ``keys_not_imported``. For any other key, `check` later imports the object
-    itself and reports the exception.
+    An import that crashes or hangs is always an error. An import that raises an exception is an error only
+    for the keys in ``report_exceptions_for``. For any other key, `check` later imports the object itself and
+    reports the exception.
     """
     # A name without a colon belongs to this package and need not be tested.
     user_paths = {key: object_path for key, object_path in object_paths.items() if ":" in object_path}
@@ -73,7 +73,7 @@ def try_imports(
 
     errors: list[UserError] = []
     for (key, object_path), failure in zip(user_paths.items(), failures, strict=True):
-        if failure is not None and (failure.process_failed or key in keys_not_imported):
+        if failure is not None and (failure.process_failed or key in report_exceptions_for):
             expected = "file.py:Name or module:Name that can be imported"
             errors.append(failure.as_error(object_path, key, expected))
     return errors

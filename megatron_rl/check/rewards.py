@@ -138,7 +138,10 @@ def filter_errors(config: RunConfig) -> list[UserError]:
 
 
 def _refill_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``refill`` without filters, or with steps that cannot sample a prompt again."""
+    """Yield the error for ``rollout.filters.refill`` without the settings that it requires.
+
+    With ``refill``, a step samples new responses in place of the responses that the filters removed.
+    """
     # A batch that is sampled ahead or over-sampled is complete before its responses are filtered.
     requirements = {
         "a filter in rollout.filters": bool(config.rollout.filters.names),
@@ -150,9 +153,9 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "removed responses cannot be sampled again",
             where="rollout.filters.refill",
-            expected="with refill: filters, and steps that sample exactly their own prompts",
+            expected=f"with refill: {', '.join(requirements)}",
             got=f"{config.rollout.filters.refill} without {', '.join(unmet_requirements)}",
-            fix=f"set {' '.join(unmet_requirements)}, or rollout.filters.refill=0",
+            fix=f"set {' and '.join(unmet_requirements)}, or rollout.filters.refill=0",
         )
 
 
@@ -183,11 +186,11 @@ def check_not_redacted(key: str, value: Any) -> list[UserError]:
         return []
     return [
         UserError(
-            f"`{key}` contains a value that a run folder hides, since it may be a secret",
+            f"`{key}` contains {HIDDEN}, which replaces possible secrets in the files of a run folder",
             where=key,
             expected="the value itself",
             got=HIDDEN,
-            fix="give it again, in a file of your own or on the command line",
+            fix="write the value in your own configuration file, or on the command line",
         )
     ]
 
@@ -375,9 +378,11 @@ def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_na
     are its required parameters that get no argument.
     """
     if refuses_arguments and unsupplied_names:
-        return "call it from a function with the expected parameters, or rename them and add **kwargs"
+        return "wrap it in a function with the expected parameters, or rename its parameters and add **kwargs"
     if refuses_arguments:
         return "add **kwargs for the arguments that it does not use"
+
+    # The error lists the parameters without an argument in `got`, so the fix does not repeat their names.
     fixes = ["give them a default"]
     if function.key == "reward.function" or function.key.startswith("data.sources."):
         fixes.insert(0, "set them in reward.arguments")
@@ -527,7 +532,10 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
 
 
 def _url_errors(key: str, url: str) -> Iterator[UserError]:
-    """Yield the error for a URL that is invalid or contains a secret; a secret is not printed."""
+    """Yield the error for a URL that is invalid or contains a secret.
+
+    The error does not print the URL if it contains a secret.
+    """
     # urlsplit accepts almost any text, so check each component.
     try:
         split_url = urllib.parse.urlsplit(url)
@@ -542,8 +550,9 @@ def _url_errors(key: str, url: str) -> Iterator[UserError]:
                 "the server URL contains a secret, and a run writes its settings to files",
                 where=key,
                 expected="a URL without user, password or key",
-                got=f"a URL of {split_url.hostname} with one",
-                fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
+                got=f"a URL of {split_url.hostname} with a user, password or key",
+                fix="put the secret into an environment variable, and name the variable in headers: "
+                "Authorization: SERVER_TOKEN",
             )
             return
 
@@ -576,18 +585,20 @@ def _header_errors(key: str, header: str) -> Iterator[UserError]:
 
 
 def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
-    """Yield the error for the environment variable of a secret: an invalid name, or no valid value.
+    """Yield the error for a secret whose environment variable has an invalid name or no valid value.
 
-    An invalid name may be the secret itself, so it is not printed.
+    The name must look like the name of a secret (`is_secret`), such as ``SERVER_TOKEN``, since variables with
+    such names are hidden from user code. An invalid name may be the secret itself, so it is not printed.
     """
     if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
         yield UserError(
-            "a secret has to be named by an environment variable that user code cannot read",
+            "a secret has to be named by an environment variable with the name of a secret, such as "
+            "SERVER_TOKEN, which is hidden from user code",
             where=key,
             expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
             "or MY_API_KEY",
-            got=f"{len(name)} characters that are not such a name",
-            fix="put the secret into such a variable, and write its name here",
+            got=f"{len(name)} characters, which are not the name of such a variable",
+            fix="put the secret into such a variable, and write the name of the variable here",
         )
         return
 
@@ -698,7 +709,7 @@ def unresponsive_server_warnings(
 def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
-    Returns for each request the problem as text, or None if the server responded.
+    Returns for each request an error message, or None if the server is healthy (`_send_request`).
     """
     problems: list[str | None] = [f"no answer within {RESPONSE_SECONDS:g} s"] * len(requests)
 
@@ -719,9 +730,10 @@ def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | Non
 
 
 def _send_request(url: str, health_path: str | None) -> str | None:
-    """Send one request to ``url``; return its problem as text, or None for a healthy server.
+    """Send one request to ``url``; return an error message, or None if the server is healthy.
 
-    A healthy server responds with status 200 at ``health_path``. Without ``health_path``, any status counts.
+    A server is healthy if it responds with status 200 at ``health_path``. If ``health_path`` is None, a
+    response with any status is enough.
     """
     split_url = urllib.parse.urlsplit(url)
     address = split_url.netloc
@@ -835,14 +847,14 @@ def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Ite
         path = Path(os.path.expanduser(readable_path))
         if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
-                f"contained code cannot read all of {readable_path}",
+                f"sandboxed code must not read all of {readable_path}",
                 where=f"{section}.read",
-                expected="files and folders that it reads, or devices by name",
+                expected="the path of each file, folder or device that the code reads",
                 got=readable_path,
-                fix="name the files in it that the code reads",
+                fix=f"name the paths below {readable_path} that the code reads",
             )
         elif not path.exists():
-            message = f"a path for contained code does not exist: {readable_path}"
+            message = f"a path that sandboxed code may read does not exist: {readable_path}"
             files.record_missing(path, message, f"{section}.read", "existing files and folders")
 
     for name in limits.environment:

@@ -31,7 +31,7 @@ _GIB = 2**30
 def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[UserError]:
     """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
     if launched_processes is not None and not 1 <= launched_processes <= MAX_WORLD:
-        fix = "start a number of processes that the layouts divide"
+        fix = "start a number of processes that is a multiple of the layouts' parallel sizes"
         yield range_error("world size", launched_processes, f"1 to {MAX_WORLD} processes", fix=fix)
         return
 
@@ -67,7 +67,7 @@ def check_layout(
     if role == "rollout" and not capabilities.tensor_parallel and layout.tensor > 1:
         reason = f"the {engine} engine does not shard the model over ranks"
         if not capabilities.in_process:
-            reason = "ranks only send requests; each server shards the model as its own command requests"
+            reason = "ranks only send requests; the command that starts a server sets its tensor parallelism"
         yield UserError(
             reason,
             where="rollout.tensor",
@@ -91,7 +91,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             "prompt and response together are longer than the model's positions",
             where=key,
             expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
-            "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
+            "(max_position_embeddings of the model; index_topk if the model has sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
             fix=f"lower {key} or data.max_prompt_tokens, together by {excess} tokens",
         )
@@ -171,7 +171,7 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     except UserError:
         return config, {}  # an unknown GPU is a warning of `check_warnings`
     gpu_memory_gib = round(gpu.memory / _GIB, 1)
-    reasons = {"gpu_memory_gib": f"a GPU of gpu={config.gpu}"}
+    reasons = {"gpu_memory_gib": f"the memory of gpu={config.gpu}"}
     return replace(config, gpu_memory_gib=gpu_memory_gib), reasons
 
 

@@ -127,9 +127,10 @@ def _missing_rl_data_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 "the configuration has stages, and no reinforcement learning after them",
                 where=plans[0].where,
-                expected="data.train, reward and steps too",
+                expected="data.train, reward and steps, for reinforcement learning",
                 got=", ".join(plan.where for plan in plans),
-                fix=f"for the stage alone: megatron-rl {job} CONFIG; check CONFIG --for {job}",
+                fix=f"set data.train, reward and steps; or run only the stage: megatron-rl {job} CONFIG "
+                f"(to check it first: megatron-rl check CONFIG --for {job})",
             )
             return  # one error, with the command of the first stage
 

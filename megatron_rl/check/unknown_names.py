@@ -119,9 +119,10 @@ class _UnknownSetting:
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, got_suffix: str = "") -> UserError:
-        """Return an error about this setting; ``got_suffix`` is a text to append to its field ``got``.
+        """Return an error about this setting.
 
-        For example, the suffix ``, a name of verl`` names the project that uses the unknown name.
+        ``got_suffix`` is appended to the error's field ``got``, for example ", a name of verl" if the project
+        verl uses the unknown name.
         """
         name = self.path
         if name == self.error.path:
@@ -263,8 +264,8 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
     replacement = _try_replacement(setting, our_key, value, counterpart.piece)
 
     # A file may contain both the unknown name and our key. Find the value of our key, since a second line
-    # with the key would contradict it. An override on the command line may replace the value, so skip it
-    # there.
+    # with the key would contradict it. If the unknown name is in an override on the command line, there is no
+    # contradiction: an override replaces the value in the file.
     current_value = None
     if not setting.error.overrides:
         current_value = _find_written_value(setting, our_key)
@@ -296,8 +297,9 @@ def _similar_name_error(setting: _UnknownSetting) -> UserError | None:
         if replacements:
             return _did_you_mean_error(setting, replacements)
 
-    # If vLLM or Megatron has a field of this name, the user may not set it: otherwise the loop above would
-    # have suggested the field. Validate the field again for the error message, which says why it is refused.
+    # The loop above suggests every field of vLLM or Megatron that a user can set. If vLLM or Megatron has a
+    # field of this name that the loop did not suggest, the field is refused. Validate the field again to get
+    # the reason for the error message.
     for key in _pass_through_keys(setting):
         first_problem = _try_replacement(setting, key, setting.value).problems[0]
         return _no_suggestion_error(setting, first_problem.message)
@@ -315,12 +317,17 @@ def _valid_replacements(setting: _UnknownSetting, candidates: Iterable[str]) -> 
 
 
 def _did_you_mean_error(setting: _UnknownSetting, replacements: Mapping[str, _Replacement]) -> UserError:
-    """Return the error that suggests the ``replacements`` of an unknown name: key -> replacement."""
+    """Return the error that suggests valid keys for an unknown name.
+
+    ``replacements`` maps each suggested key to a `_Replacement`, which contains the line to write.
+    """
     suggestions = " or ".join(f"`{key}`" for key in replacements)
     fix = f"write {suggestions}, whichever is intended"
     if len(replacements) == 1:
         (replacement,) = replacements.values()
         fix = f"write `{replacement.line}`, or remove the line"
+
+    # In a known section, the parsing error (`setting.error`) lists the valid keys of the section.
     expected = f"a {setting.kind} of the configuration"
     if setting.error.section:
         expected = setting.error.expected or ""
@@ -376,7 +383,9 @@ def _find_counterpart(setting: _UnknownSetting) -> OtherName | None:
 def _find_key_at_end(path: str) -> OtherName | None:
     """Find the longest valid key at the end of a path, such as `rollout.top_k` for `x.rollout.top_k`.
 
-    Returns the key as an `OtherName` of no particular project ("common"), or None without such a key.
+    Returns the key as an `OtherName`, the record that maps an unknown name to a key of this package. The
+    record's project is "common", since the name belongs to no particular project. Returns None if no valid
+    key is at the end of the path.
     """
     keys = set(value_paths(RunConfig))
     names = path.split(".")
@@ -388,9 +397,10 @@ def _find_key_at_end(path: str) -> OtherName | None:
 
 
 def _similar_keys_in_section(setting: _UnknownSetting) -> list[str]:
-    """Return the valid key of the section whose name is most similar to the unknown name.
+    """Return the valid key that is most similar to the unknown name.
 
-    The result is a list with this key, or an empty list if no name is similar.
+    Only keys in the section of the unknown name are compared. The result is a list with one key, or an empty
+    list if no key is similar.
     """
     # `section_keys` are the valid keys of the section, such as ``layout.tensor`` in the section ``actor``.
     section = setting.error.section
@@ -448,15 +458,18 @@ def algorithm_piece_keys() -> list[str]:
 
 
 def _pass_through_keys(setting: _UnknownSetting) -> Iterator[str]:
-    """Yield the pass-through key of the setting if the installed vLLM or Megatron has a field of its name."""
+    """Yield the key that passes the setting to vLLM or Megatron, such as ``rollout.vllm.NAME``.
+
+    Yields nothing if the installed version of vLLM or Megatron has no field with the setting's name.
+    """
     # A name of one word, such as `model`, is too common to identify a field.
     name = setting.names[-1]
     if "_" not in name:
         return
 
     sections = set(setting.path.split(".")[:-1]) or {""}
-    for key, usual_sections, classes in _PASS_THROUGH_SECTIONS:
-        if sections & set(usual_sections) and name in (class_fields(*classes) or {}):
+    for key, likely_sections, classes in _PASS_THROUGH_SECTIONS:
+        if sections & set(likely_sections) and name in (class_fields(*classes) or {}):
             yield f"{key}.{name}"
             return
 

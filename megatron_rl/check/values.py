@@ -89,9 +89,10 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for settings that cannot be combined with a teacher's server.
+    """Yield the errors for settings that cannot be combined with ``teacher_server``.
 
-    These settings are a teacher in the job, and sampling settings that change the actor's distribution.
+    A teacher's server cannot be combined with a teacher in the job (``teacher``), or with sampling settings
+    that change the actor's distribution.
     """
     if config.teacher is not None:
         yield exclusive_error(
@@ -110,7 +111,7 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
         for path, value in value_by_path.items():
             if value != default:
                 yield UserError(
-                    "a teacher behind a server does not compute changed distributions",
+                    "a teacher server returns log-probs of the unchanged distribution only",
                     where=path,
                     expected=f"{default!r}, its default, with teacher_server",
                     got=repr(value),
@@ -303,7 +304,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 f"the band of `{path}` is empty",
                 where=path,
-                expected="below less than above: values between them are healthy",
+                expected="`below` less than `above`: values between the two limits are healthy",
                 got=f"below {below:g}, above {above:g}",
                 fix="exchange the two values, or change the other limit as well",
             )
@@ -339,7 +340,10 @@ def _user_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for ``data.sources``: a second data set in ``data.train``, weights, and rewards."""
+    """Yield the errors for ``data.sources``, and for template arguments of sources and evaluation sets.
+
+    It is an error if ``data.train`` is also set, or if a source has an invalid weight or reward.
+    """
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -347,7 +351,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
             where="data.sources",
             expected="data.train or data.sources",
             got="both",
-            fix="make data.train one of the sources, or remove one of the two",
+            fix="make data.train one of the sources, or remove data.train or data.sources",
         )
     if data.weights and not data.sources:
         yield requirement_error(

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.algorithms.advantages import Vapo
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_pass_reason
-from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
+from megatron_rl.check.model.megatron_settings import is_off, untestable_fields
 from megatron_rl.check.stages import unused_setting_warnings
 from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.field_types import format_ranges
@@ -135,7 +135,8 @@ def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
         return
     if config.rollout.order == "open":
         yield UserError(
-            "in the open order, response times decide what a step trains on: a resumed run may differ",
+            "with rollout.order=open, a step trains on the responses that finish first, so a resumed run "
+            "may differ",
             where="rollout.order",
             expected="closed, with deterministic: true",
             got="open",
@@ -220,7 +221,8 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
     """
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
-            "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
+            "`actor.routing_replay: update` has no effect: with one optimizer step per batch, no "
+            "separate forward pass computes old log-probs",
             where="actor.routing_replay",
             expected="several optimizer steps per batch",
             got="update, with one optimizer step per batch",
@@ -426,13 +428,13 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
         # settings in a separate process, but without these fields.
         unmet_need_by_field: dict[str, str] = {}
         if field_kind != "rollout.vllm":
-            unmet_need_by_field = unmet_needs(settings or {})
+            unmet_need_by_field = untestable_fields(settings or {})
         for need in dict.fromkeys(unmet_need_by_field.values()):
             fields_of_need = [name for name in unmet_need_by_field if unmet_need_by_field[name] == need]
             yield UserError(
                 f"{', '.join(fields_of_need)} of `{path}`: untried here, needs {need}",
                 where=f"{path}.{fields_of_need[0]}",
-                expected=f"{need} where the run will be; `train` tries it there before its first step",
+                expected=f"{need} on the machine of the run, where `train` validates the field first",
                 got=f"a machine without {need}",
                 fix="check again on a machine of the run",
             )
@@ -450,7 +452,7 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             f"{', '.join(untried_fields)} of `{path}`: passed to {package} unchanged, and never tried here",
             where=f"{path}.{first_field}",
-            expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[field_kind]))}",
+            expected=f"fields that runs of this project have used: {', '.join(sorted(TRIED[field_kind]))}",
             got=", ".join(f"{name}: {value}" for name, value in untried_fields.items()),
             fix="compare a few steps with and without it: kl/rollout, policy/grad_norm and seconds",
         )

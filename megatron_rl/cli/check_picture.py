@@ -94,9 +94,11 @@ def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
 
 
 def draw_svg(report: CheckReport, name: str) -> str:
-    """Return an SVG of a checked run: a box per kind of nodes, and the communication groups of each role.
+    """Return an SVG of a checked run: a box per kind of node, and the communication groups of each role.
 
-    The report must have layouts. ``name`` is the configuration's name, for the title.
+    Nodes are of one kind if their ranks have the same roles, replicas and pipeline stages (`node_kinds`). At
+    most `_MAX_KINDS` kinds are drawn. The report must have layouts. ``name`` is the configuration's name, for
+    the title.
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)

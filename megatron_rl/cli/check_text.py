@@ -134,10 +134,10 @@ def _verbose_sections(report: CheckReport) -> list[str]:
 
     # Give the reason for missing sections on memory and weight sync.
     if report.layouts is not None and report.shape is None:
-        unavailable = "no memory"
+        unavailable = "memory"
         if report.batch is not None:
-            unavailable = "no memory, no bytes per weight sync"
-        blocks.append(f"The model's config.json is not on this machine: {unavailable}.")
+            unavailable = "memory and the bytes per weight sync"
+        blocks.append(f"Without the model's config.json, {unavailable} cannot be estimated.")
 
     return blocks
 
@@ -540,19 +540,20 @@ def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
         optimizer_text = f"complete optimizers, {_bytes_text(memory.gathered)} gathered on a rank"
         other_layout = SAME
     # An asynchronous checkpoint is written from a host copy while the next steps run.
-    blocking_step = "the copy to the host" if settings.asynchronous else "it"
+    blocking_work = "the copy to the host" if settings.asynchronous else "the write"
     host_memory_text = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
     host_memory_text += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
 
     write_seconds = memory.write_seconds
     stop_seconds = settings.stop_seconds or 0
-    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {stop_seconds:g} s for it"
+    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node"
+    rate_text += f"; a stopped job has {stop_seconds:g} s for the write"
     if write_seconds > stop_seconds:
         rate_text += ", which is too short: raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
     return [
         (
             f"checkpoint every {_count_text(settings.every, 'step')}",
-            f"{optimizer_text}; steps wait for {blocking_step}",
+            f"{optimizer_text}; steps wait for {blocking_work}",
         ),
         ("memory of a checkpoint", host_memory_text),
         (f"checkpoint written in {write_seconds:,.0f} s", f"at {rate_text}"),
@@ -605,13 +606,13 @@ def _order_text(config: RunConfig) -> str:
     # By default (`rollout.order: closed`, no over-sampling) a step trains on all responses that were sampled
     # for it. With `open`, a step trains on the prompts whose responses are complete first, which depends on
     # timing.
-    text = "a step trains on exactly its own prompts"
+    text = "a step trains on all responses that were sampled for it"
     if rollout.oversample:
         text = f"a step trains on the first complete groups, in rounds of {rollout.round_tokens:,} tokens"
     if rollout.order == OPEN:
-        prefixes = "kept" if rollout.on_update == KEEP else "computed again"
+        cache_treatment = "kept" if rollout.on_update == KEEP else "recomputed"
         text = "a step trains on the groups that finish first, which differ from run to run"
-        text += f"; at an update prefixes are {prefixes}"
+        text += f"; at a weight update the KV cache of unfinished responses is {cache_treatment}"
     if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count_text(config.asynchrony.max_staleness or 0, 'update')}"
     return text
@@ -628,9 +629,9 @@ def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
         # A limit that is a plain number is printed with the lengths of prompt and response.
         if value == AUTO:
             text = (
-                f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
-                f"task and prompt length, {auto.at_least} to {auto.at_most} tokens; {auto.at_most} for the "
-                f"first {auto.responses} and in evaluations"
+                f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} response "
+                f"lengths for the same task and prompt length, {auto.at_least} to {auto.at_most} tokens; "
+                f"{auto.at_most} for the first {auto.responses} responses and in evaluations"
             )
             rows.append((name, text))
         elif isinstance(value, dict):
@@ -661,8 +662,8 @@ def _sync_interval_rows(report: CheckReport) -> list[_BatchRow]:
     text = f"responses are sampled from weights up to {age} older than the actor's"
     if report.algorithm is not None:
         text += f", {_correction_text(report.algorithm)}"
-    text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
-    text += "memory, saved in checkpoints between two syncs"
+    text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older weights in "
+    text += "host memory; a checkpoint between two syncs contains this copy"
     return [(f"weights {_interval_text(interval)}", text)]
 
 
@@ -674,17 +675,24 @@ def _interval_text(interval: int) -> str:
 
 
 def _correction_text(algorithm: Algorithm) -> str:
-    """Describe how the loss corrects for responses that older weights sampled, as the end of a sentence."""
+    """Describe how the loss corrects for responses that were sampled from older weights.
+
+    The text continues the sentence "responses are sampled from weights up to 3 versions older than the
+    actor's, ...".
+    """
     correction = algorithm.correction
     if correction.bypass or algorithm.policy_loss.follows_rollout:
-        return "whose log-probs are the denominator of the loss's ratio"
+        return "and the log-probs of the older weights are the denominator of the loss's ratio"
     if correction.level != "none":
         return (
             f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
         )
     if correction.is_active:
-        return "rejected where they differ too much, and otherwise trained on as if sampled from the newest"
-    return "and nothing corrects for it"
+        return (
+            "rejected where the log-probs under the older and the newest weights differ too much, and "
+            "otherwise not corrected"
+        )
+    return "and the loss does not correct for the older weights"
 
 
 def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
@@ -908,10 +916,10 @@ def _server_lines(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts an inference server for the run."""
     # The command depends on the model's architecture, which is in its config.json.
     if not (Path(config.model.path) / "config.json").is_file():
-        return ["the command that starts one is printed here once the model is in model.path"]
+        return ["once the model is in model.path, the command that starts a server is printed here"]
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
-        return ["start them as described in the engine's documentation"]
+        return ["start the servers as described in the engine's documentation"]
     # Import the function by its path, since an engine's module may import packages that are missing here.
     module, _, function = command.partition(":")
     return getattr(import_module(module), function)(config)

@@ -74,10 +74,13 @@ def load_and_check(
 ) -> CheckReport:
     """Load and check the configuration of a command; raise UserErrors if the file cannot be read.
 
-    ``arguments`` contains the arguments added by `add_config_arguments`. ``world_size`` and ``job`` replace
-    the values in the configuration unless they are None. ``training`` is true for the check at the start of a
-    run. ``without_files`` reports missing files as warnings. ``gpu`` is the GPU of the cluster to check for;
-    None checks for this machine.
+    Args:
+        arguments: The command's arguments, with those added by `add_config_arguments`.
+        world_size: Number of ranks that replaces the value in the configuration, unless it is None.
+        job: Job that replaces the value in the configuration, unless it is None.
+        training: Whether the run starts after this check.
+        without_files: Whether missing files are warnings instead of errors.
+        gpu: Type of GPU to check for, such as ``h100``. If it is None, the check is for this machine.
     """
     # Append to the user's overrides, since the last override of a key takes effect.
     overrides = list(arguments.overrides)

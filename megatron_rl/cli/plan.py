@@ -305,13 +305,18 @@ def _search_placements(args: argparse.Namespace) -> int:
 
 
 def _plan_configuration(args: argparse.Namespace) -> int:
-    """Predict a step with the layout of a configuration, search for faster layouts, and print both."""
+    """Predict a step with the layout of a configuration, search for faster layouts, and print both.
+
+    Options that describe the job, such as ``--prompts``, are refused. They are for a plain model: a MODEL
+    argument that is a model's folder or preset instead of a configuration.
+    """
     # An option with its default value cannot be distinguished from an omitted option, and changes nothing.
     explicit_options = [name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(
-            f"{option} describes the job of a plain model, and a configuration describes its own",
+            f"{option} describes the job of a plain model; the configuration {args.model} already sets "
+            "this value",
             where=option,
             expected="plan CONFIG [KEY=VALUE …] with --gpus, --gpu, --best, --json or --constants",
             got=f"{option} with {args.model}",
@@ -333,10 +338,12 @@ def _plan_configuration(args: argparse.Namespace) -> int:
 
 
 def _model_path(model: str) -> str:
-    """Return ``model.path`` for the MODEL argument: a folder, or the name of a preset on the Hub.
+    """Convert the MODEL argument, a folder or the name of a preset, to a value of ``model.path``.
 
-    For a preset that is not on the Hub, return ``models/PRESET``, where the user has to put the model. A
-    folder that does not exist on this machine is returned unchanged.
+    A folder is returned unchanged, even if the folder does not exist on this machine. The path of a
+    config.json becomes its folder. A preset becomes the
+    name of its repository on the Hub. If a preset is not on the Hub, it becomes ``models/PRESET``, the folder
+    into which the user has to put the model.
     """
     if not Path(model).exists():
         looks_like_folder = model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1
@@ -349,8 +356,11 @@ def _model_path(model: str) -> str:
     return model
 
 
-def _has_chat_template(model: str) -> bool:
-    """Return whether the model at a ``model.path`` has a chat template; true if this is not known."""
+def _may_have_chat_template(model: str) -> bool:
+    """Return whether a model has a chat template; return True if this machine cannot find out.
+
+    ``model`` is a value of ``model.path``: a folder, or `PREFIX` with the name of a repository on the Hub.
+    """
     folder = Path(model)
     if (folder / "tokenizer_config.json").is_file():
         return has_chat_template(folder)
@@ -368,5 +378,5 @@ def _config_paths(args: argparse.Namespace) -> Paths:
         reward=args.reward,
         reward_model=args.reward_model_path,
         critic=_model_path(args.critic) if args.critic else None,
-        chat_template=_has_chat_template(model),
+        chat_template=_may_have_chat_template(model),
     )

@@ -112,7 +112,9 @@ def configuration_page() -> str:
     rows = []
     for name, (title, sections) in SUBJECTS.items():
         keys = ", ".join(f"`{section}`" for section in sections)
-        rows.append((f"[{title}](configuration/{name}.md)", keys or "`algorithm.advantage` and the others"))
+        rows.append(
+            (f"[{title}](configuration/{name}.md)", keys or "`algorithm.advantage` and the other pieces")
+        )
     pages = _table_lines(("Page", "Sections"), rows)
     return "\n".join([_HEAD, *pages, "", _section_table(RunConfig, [""])])
 
@@ -129,7 +131,11 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Map each subject to the tables on its page: pairs of a section class and the paths of its sections."""
+    """Map each subject of the configuration reference to the tables on the subject's page.
+
+    A table documents the keys of a section class, such as `LayoutConfig`. It is given as the class with the
+    paths of the sections of this class, such as ``actor.layout``.
+    """
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section_type in _iter_sections(RunConfig, ""):
@@ -422,11 +428,11 @@ def algorithms_page() -> str:
             first_kind_by_class.setdefault(type(piece), key)
 
     for key, kind in KINDS.items():
-        # If a piece is described under an earlier kind, write one line that refers to this kind. Otherwise
-        # write a section about the piece.
+        # Write a section about each piece, except pieces that are described under an earlier kind. For these
+        # pieces write one line with the name of the earlier kind.
         blocks.append(f"## Pieces of `{key}`\n")
         describing_kinds = dict.fromkeys(first_kind_by_class[type(piece)] for piece in kind.named.values())
-        blocks += [f"Those of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]
+        blocks += [f"The pieces of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]
         for piece_class, first_kind in first_kind_by_class.items():
             if first_kind == key:
                 text = replace_equations(_markdown_docstring(piece_class))

@@ -258,9 +258,10 @@ def _create_namespaces(namespace_flags: int) -> Owner:
 
 
 def _find_unprivileged_owner() -> Owner | None:
-    """Return a user and a group that no other process uses, or None if all may be in use.
+    """Return the `Owner` of sandboxed processes: a user and a group that no other process uses.
 
-    If the kernel allows it, the owner also has a user namespace that maps the trainer's files to this user.
+    If the kernel supports it, the `Owner` also contains a user namespace. In this namespace, files of the
+    trainer's user belong to the returned user. Returns None if every user or group may be in use.
     """
     user = _find_unused_number(Path("/proc/self/uid_map"))
     group = _find_unused_number(Path("/proc/self/gid_map"))
@@ -444,7 +445,8 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
     The kernel counts all processes of a user. If the worker shares a count with the trainer's user, no limit
     is set, since the limit would also count the trainer's processes.
     """
-    # A separate user has a separate count. Since Linux 5.14, so does the same user in another user namespace.
+    # The worker has a separate count if it runs as another user. Since Linux 5.14, it also has a separate
+    # count if it runs as the same user in another user namespace.
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.has_namespaces and _linux_version() >= _TASKS_PER_NAMESPACE_SINCE):
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -148,7 +148,8 @@ def set_mount_attributes(
     if recursive:
         flags |= _RECURSIVE
 
-    # The call has a folder descriptor and a path in it. The path is empty for the folder itself.
+    # mount_setattr takes the descriptor of a folder, and a path relative to the folder. An empty path means
+    # the folder itself.
     folder = _CURRENT_FOLDER
     path = b""
     if isinstance(target, int):

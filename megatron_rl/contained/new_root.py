@@ -187,8 +187,9 @@ def _restrict_mount(
 ) -> None:
     """Set the attributes of a cloned mount, such as read-only, and map the owners of its files.
 
-    ``descriptor`` is the clone of the mounts at ``path``. If the file system supports it, files of the
-    trainer's user appear as files of ``owner``. Raises `UnreadablePath` if ``owner`` cannot access the path.
+    ``descriptor`` is the file descriptor of the cloned mount of ``path``. If the file system supports it,
+    files of the trainer's user appear as files of ``owner``. Raises `UnreadablePath` if ``owner`` cannot
+    access the path.
     """
     is_mapped = False
     if owner is not None and owner.namespace is not None:

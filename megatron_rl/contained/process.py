@@ -129,7 +129,7 @@ class ContainedProcess:
 
         network = limits["network"]
         write = limits["write"]
-        visible_paths = find_visible_paths(code_path, limits["read"], network=network, write=write)
+        visible_paths = find_visible_paths(code_path, limits["read"], network=network, writable=write)
         arguments = [json.dumps(limits), json.dumps(asdict(visible_paths))]
         environment = allowed_environment(os.environ, limits["environment"], network=network)
         # The process calls `main`, which imports and calls the serving function.

@@ -127,14 +127,17 @@ def find_visible_paths(
     read_paths: Sequence[str] = (),
     *,
     network: bool = False,
-    write: bool = False,
+    writable: bool = False,
 ) -> VisiblePaths:
     """Return the files and folders that a sandboxed process can read.
 
-    ``code_path`` is the user's code that the process runs: ``module:name`` or ``file.py:name``.
-    ``read_paths`` are the paths in ``limits.read``. With ``network``, the process can also read the
-    certificates that environment variables name. With ``write``, it can read the current folder even if other
-    users share the folder.
+    Args:
+        code_path: User's code that the process runs, as ``module:name`` or ``file.py:name``.
+        read_paths: Paths in ``limits.read``.
+        network: Whether the process can use the network. Then the certificates that environment variables
+            name are also visible.
+        writable: Whether the process can write to files. Then the current folder is also visible, even if
+            other users share the folder.
     """
     package_paths = [*_interpreter_paths(), *_program_folders()]
     if network:
@@ -150,7 +153,7 @@ def find_visible_paths(
     for folder in folders:
         importable_paths += _import_paths(folder)
     importable_paths += _editable_packages()
-    if write and os.getcwd() != "/":
+    if writable and os.getcwd() != "/":
         importable_paths.append(os.getcwd())
 
     user_paths = [os.path.abspath(os.path.expanduser(path)) for path in read_paths]
@@ -158,7 +161,7 @@ def find_visible_paths(
         packages=_existing_paths(package_paths),
         folders=_existing_paths(importable_paths),
         read=_existing_paths(user_paths),
-        writable=write,
+        writable=writable,
     )
 
 
@@ -233,7 +236,7 @@ def _interpreter_paths() -> Iterator[str]:
                 library = line.split(None, 5)[5].strip()
                 folders.add(os.path.dirname(library))
     for folder in folders:
-        if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
+        if folder.startswith("/") and not is_shared(folder) and not _is_below_user_folder(folder):
             yield folder
 
 
@@ -241,12 +244,12 @@ def _program_folders() -> Iterator[str]:
     """Yield the folders in PATH and LD_LIBRARY_PATH, except shared folders and folders in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
-            if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
+            if folder.startswith("/") and not is_shared(folder) and not _is_below_user_folder(folder):
                 yield folder
 
 
-def _is_in_home(folder: str) -> bool:
-    """Return whether a folder is below a home, /tmp or /run, where users store their own files."""
+def _is_below_user_folder(folder: str) -> bool:
+    """Return whether a folder is below a folder in which users store files: a home, /tmp or /run."""
     real_path = os.path.realpath(folder)
     home = os.path.realpath(os.path.expanduser("~"))
     user_folders = ["/root", "/home", "/tmp", "/run"]
@@ -258,8 +261,8 @@ def _is_in_home(folder: str) -> bool:
 def _import_paths(folder: str) -> Iterator[str]:
     """Yield the paths to make visible for imports from a folder of the search path.
 
-    The path is the folder itself. For a shared folder (`is_shared`), the paths are its Python files and
-    packages.
+    If the folder is not shared with other users (`is_shared`), the only path is the folder itself. Otherwise
+    the paths are the Python files and packages in the folder.
     """
     if not is_shared(folder):
         yield folder

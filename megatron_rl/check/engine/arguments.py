@@ -236,11 +236,11 @@ def chunked_prefill_errors(values: Mapping[str, Any]) -> list[UserError]:
         return []
     return [
         UserError(
-            f"`{path}` does not work on a host without an accelerator",
+            f"`{path}` requires an accelerator",
             where=path,
-            expected="no value: vLLM resets a random generator after each chunk, not possible on a host",
+            expected="no value: vLLM would reset a random generator after each chunk, which fails on a CPU",
             got=str(value).lower(),
-            fix=f"remove {path}, which is false on a host, and true on an accelerator",
+            fix=f"remove {path}: its default is false on a CPU, and true on an accelerator",
         )
     ]
 

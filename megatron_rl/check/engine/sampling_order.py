@@ -62,7 +62,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``rollout.on_update: keep`` if no request stays in the engine during a weight sync.
+    """Yield the error for ``rollout.on_update: keep`` without the settings that it requires.
 
     With ``keep``, unfinished requests keep their key-value cache when the weights are updated.
     """
@@ -86,7 +86,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     error = UserError(
         "requests cannot keep their cache in the engine while weights are updated",
         where="rollout.on_update",
-        expected="with keep: vLLM in the open order, one step at a time, and no environment",
+        expected=f"with keep: {', '.join(requirements)}",
         got=KEEP,
         fix="rollout.on_update=recompute",
     )
@@ -110,8 +110,9 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for ``data.uniform_share`` below 1 if ranks sample ahead of training.
 
-    The setting is the share of the prompts with equal rewards in their last responses (such as all passed)
-    that an epoch draws. Ranks that sample ahead (``asynchrony.steps_ahead``) do not get the rewards.
+    A prompt is uniform if its last responses all had the same reward, for example if all passed. An epoch
+    draws only the fraction ``data.uniform_share`` of the uniform prompts. Ranks that sample ahead
+    (``asynchrony.steps_ahead``) do not get the rewards, so they cannot draw prompts by reward.
     """
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:

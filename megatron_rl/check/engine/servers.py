@@ -149,14 +149,16 @@ class _CapabilityRule(NamedTuple):
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for server URLs, and for settings that the rollout engine does not support.
+    """Yield the errors for invalid server URLs and for settings that the rollout engine does not support.
 
-    No request is sent.
+    No request is sent to a server.
     """
     capabilities = rollout.capabilities
     yield from _server_url_errors(rollout)
 
-    # Settings that need a capability of the engine.
+    # Settings that need a capability of the engine. The settings of a server are in the command that starts
+    # it. In the open order (`rollout.order: open`), a step trains on the responses that finish first, and the
+    # engine interrupts the unfinished requests for a weight sync.
     rules = (
         _CapabilityRule(
             is_refused=bool(rollout.vllm) and not capabilities.in_process,
@@ -192,8 +194,10 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
             )
 
 
-def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the errors for a checkpoint at ``path`` that servers and the trainer load as different models.
+def engine_model_mismatch_errors(
+    rollout: RolloutConfig, model: PretrainedModel, path: str
+) -> Iterator[UserError]:
+    """Yield the errors for a checkpoint at ``path`` from which servers load another model than the trainer.
 
     From a multimodal checkpoint, a server loads the complete model with other tensor names, but the run
     trains only the language model. For a model with sparse attention, a server's model has an indexer and the
@@ -203,7 +207,8 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
     if not rollout.capabilities.in_process and model.family.engine_family:
         in_process = engines_with(in_process=True, tensor_parallel=True)
         yield UserError(
-            f"rollout.engine={rollout.engine} has an indexer of sparse attention, which no weight sync sends",
+            f"rollout.engine={rollout.engine} has an indexer of sparse attention, whose weights are "
+            "not synced",
             where="rollout.engine",
             expected=in_process,
             got=f"{rollout.engine} with {model.family.architecture}",

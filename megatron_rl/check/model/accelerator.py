@@ -147,7 +147,11 @@ def _role_defaults(config: RunConfig, role_name: str, role: AcceleratedRole) -> 
 
 
 def plain_expert_errors(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
-    """Yield the error for a mixture of experts without Transformer Engine's layers on an accelerator."""
+    """Yield the error for roles that have experts but do not use Transformer Engine's layers.
+
+    ``roles`` are the roles on accelerators. Megatron's local layer spec (without Transformer Engine) computes
+    experts one after the other.
+    """
     for role in roles.values():
         if role.shape.experts and not role.fused:
             # All roles have the same setting, model.attention: one error suffices.

@@ -215,21 +215,21 @@ def _expert_adapter_errors(
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
-            "adapters of experts cannot be synced separately from the weights: vLLM has no kernel for them "
-            "on hosts, and its GPU kernels store the weights in a different order",
+            "adapters of experts cannot be synced separately from the weights: vLLM has no CPU kernel for "
+            "these adapters, and its GPU kernels store the weights in a different order",
             where=f"{key}.sync",
             expected="merged, or targets only in attention",
             got=f"adapter, with {targets}",
             fix=f"set {key}.sync=merged",
         )
 
-    # With this overlap, Megatron's token dispatcher communicates for the shared experts, and their layers do
-    # not. Adapters communicate inside the layers.
+    # With this setting, Megatron's token dispatcher communicates for the shared experts, and the layers of
+    # the shared experts do not communicate. Adapters communicate inside these layers.
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(
-            f"adapters of shared experts do not work with Megatron's {overlap}: they communicate inside the "
-            "layers that it overlaps",
+            f"adapters of shared experts do not work with Megatron's {overlap}: with this setting, the "
+            "layers of shared experts do not communicate, and their adapters have to communicate",
             where=f"{key}.targets",
             expected=f"targets without {' and '.join(MLP)}, or Megatron's {overlap}: false",
             got=f"{targets}, and {overlap}: true",
@@ -296,9 +296,9 @@ def _peft_tensor_errors(
     targets: tuple[str, ...],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the error for saved tensors that belong to no configured adapter.
+    """Yield the error for saved adapter tensors with unexpected names or shapes.
 
-    Adapters without a saved tensor are initialised.
+    Missing tensors are not an error: an adapter without saved tensors gets new initial values.
     """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
@@ -322,5 +322,5 @@ def _peft_tensor_errors(
             f"{list(expected_shapes)[-1]}",
             got=f"{len(unexpected_names)} tensors with other names or shapes in {file}, such as "
             f"{first_name} {list(stored_shapes[first_name])}",
-            fix="start from an adapter of this model; experts stored in one tensor have to be split",
+            fix="start from an adapter of this model; split tensors that contain several experts",
         )

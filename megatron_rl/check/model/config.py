@@ -161,12 +161,16 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
     """Return the fix for a config.json whose ``model_type`` does not belong to its architecture."""
-    if model_type is None or model_type in FAMILIES:
-        return f"write model_type: {family.model_type}, or the architecture of {model_type}"
+    if model_type is None:
+        return f"write model_type: {family.model_type}"
+    if model_type in FAMILIES:
+        return (
+            f"write model_type: {family.model_type}, or the architecture of {model_type} in `architectures`"
+        )
     return (
-        f"in a copy of the folder write model_type: {family.model_type}, if the layers are "
-        f"{family.architecture}'s unchanged; {model_type} itself needs the code that comes with the "
-        "checkpoint, of the model or of its tokenizer, and that code is not run"
+        f"if the layers are the same as {family.architecture}'s, write model_type: {family.model_type} in a "
+        f"copy of the folder; {model_type} itself is not supported, since code that comes with the "
+        "checkpoint is not run"
     )
 
 

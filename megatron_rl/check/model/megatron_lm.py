@@ -149,7 +149,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     try:
         derive_arguments(model)
     except UserError as error:
-        fix = "remove model.provider: Megatron's own GPTModel is built"
+        fix = "remove model.provider; the run then builds Megatron's GPTModel"
         yield replace(error, where="model.provider", fix=fix)
 
 

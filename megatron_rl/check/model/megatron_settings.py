@@ -307,8 +307,12 @@ def _is_installed(module: str) -> bool:
     return not missing_module
 
 
-def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a section that this machine cannot test: field -> missing requirement."""
+def untestable_fields(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the Megatron fields that cannot be validated on this machine, since a requirement is missing.
+
+    The result maps each field to the requirement, such as a GPU or Transformer Engine. ``values`` are the
+    fields of a section.
+    """
     need_by_field: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)
@@ -336,7 +340,7 @@ def _select_testable_settings(values: Mapping[str, Any], training: bool) -> dict
     """
     if training:
         return dict(values)
-    unmet_need_by_field = unmet_needs(values)
+    unmet_need_by_field = untestable_fields(values)
     return {name: value for name, value in values.items() if name not in unmet_need_by_field}
 
 
@@ -368,7 +372,7 @@ def check_model_settings(
     # it here.
     dropped_names = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective_values = {name: value for name, value in values.items() if name not in dropped_names}
-    errors = _pass_through_errors(effective_values, path, TRANSFORMER_CONFIG, key_by_field, SET_BY_RUN)
+    errors = _megatron_field_errors(effective_values, path, TRANSFORMER_CONFIG, key_by_field, SET_BY_RUN)
     if not errors:
         errors += _router_loss_errors(effective_values, path)
 
@@ -435,7 +439,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
         yield UserError(
             f"`{path}.moe_aux_loss_coeff` needs the balancing loss of each sequence",
             where=f"{path}.{_BALANCED_BY}",
-            expected=f"{SEQUENCE_BALANCE}, which is equal in every layout and number of micro-batches",
+            expected=f"{SEQUENCE_BALANCE}, which depends on neither the layout nor the micro-batches",
             got=f"{balancing_type}: {reason}",
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
@@ -462,14 +466,14 @@ def check_optimizer(
     ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
     key_by_field = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
     optimizer_path = f"{path}.megatron"
-    yield from _pass_through_errors(
+    yield from _megatron_field_errors(
         optimizer.megatron,
         optimizer_path,
         OPTIMIZER_CONFIG,
         key_by_field,
         OPTIMIZER_SET,
     )
-    yield from _pass_through_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
+    yield from _megatron_field_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
 
     # Combinations of optimizer features that exclude each other.
     if optimizer.offload:
@@ -506,15 +510,16 @@ def check_optimizer(
 
 
 def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
-    """Yield the errors for settings that cannot be combined with an optimizer on the host (``offload``).
+    """Yield the errors for settings that cannot be combined with ``offload``, an optimizer on the CPU.
 
-    `megatron_rl.megatron.optimizer` has only a distributed AdamW with float32 states on the host.
+    `megatron_rl.megatron.optimizer` implements only one optimizer that steps on the CPU: the distributed
+    AdamW with float32 states.
     """
     conflicts: list[tuple[str, Any, str]] = []  # setting, its value, the expected value
     if optimizer.name != "adam":
         conflicts.append(("name", optimizer.name, "adam"))
     if not optimizer.distributed:
-        conflicts.append(("distributed", "false", "true, also with one data-parallel rank"))
+        conflicts.append(("distributed", "false", "true (even with one data-parallel rank)"))
     if optimizer.megatron.get(_PRECISION_AWARE) is True:
         conflicts.append((f"megatron.{_PRECISION_AWARE}", True, "no value"))
     if optimizer.megatron.get("decoupled_weight_decay") is False:
@@ -522,7 +527,7 @@ def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[Us
 
     for setting, value, expected in conflicts:
         yield UserError(
-            "the optimizer that steps on the host is the distributed one, AdamW with float32 states",
+            "the optimizer that steps on the host is the distributed one: AdamW with float32 states",
             where=f"{path}.{setting}",
             expected=f"{expected}, with {path}.offload",
             got=str(value),
@@ -567,7 +572,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             where=f"actor.megatron.{excluding_setting}",
             expected=f"no fused or Sinkhorn routers with {key}",
             got=f"{actor.megatron[excluding_setting]} with {key}: {replay}",
-            fix=f"remove one of the two, or set {key}=none",
+            fix=f"remove actor.megatron.{excluding_setting}, or set {key}=none",
         )
     elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
         engines = engines_with(routing_replay=True)
@@ -580,14 +585,17 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         )
 
 
-def _pass_through_errors(
+def _megatron_field_errors(
     values: Mapping[str, Any],
     path: str,
     classes: Sequence[tuple[str, str]],
     key_by_field: Mapping[str, str],
     reason_by_field: Mapping[str, str],
 ) -> list[UserError]:
-    """Return the errors for pass-through fields: set by the run itself, unknown, or of the wrong type.
+    """Return the errors for configured fields that a run passes to Megatron-Core unchanged.
+
+    A field is refused if the run sets the field itself, if the installed Megatron-Core does not have the
+    field, or if the value has the wrong type.
 
     ``values`` are the fields at the key ``path``, and ``classes`` the (module, name) of the classes that have
     the fields, the most derived class last. ``key_by_field`` maps fields to the configuration key that sets
@@ -767,8 +775,8 @@ class Trial:
         """Wait for the process in which Megatron validates the settings, and return its errors and warnings.
 
         Each setting that Megatron refuses is an error. A process without a result is one warning.
-        ``training`` is true if the run itself starts: then all settings are validated. Before a run, settings
-        are left out if they need a package or hardware that this machine lacks.
+        ``training`` is whether the run itself starts now (`train`). Then all settings are validated. For
+        `check`, settings that need a package or hardware that this machine lacks are omitted.
         """
         if not self._setting_keys:
             return [], []
@@ -813,5 +821,5 @@ class Trial:
             where=self._setting_keys[0],
             expected="torch and megatron-core, to make the TransformerConfig of every role",
             got=reason,
-            fix="check again where the run will be, or with more time; `train` makes the same test",
+            fix="run `check` on the machine of the run; `train` also validates the settings",
         )

@@ -143,7 +143,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if size < _POINTER_BYTES and b"git-lfs" in path.read_bytes():
             raise ValueError("a Git LFS pointer instead of the weights")
         if size < _LENGTH_BYTES or header_length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise ValueError(f"{size} bytes, which do not hold its header")
+            raise ValueError(f"{size} bytes, which do not contain a valid header")
         header = parse_json_object(stream.read(header_length))
 
     # Offsets count from the end of the header.
@@ -166,7 +166,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     # A download that was cut short has fewer bytes than its header lists.
     if data_start + data_end != size:
-        raise ValueError(f"{size} bytes where its header has {data_start + data_end}")
+        raise ValueError(f"{size} bytes, but the header of the file lists {data_start + data_end} bytes")
     return tensors
 
 
