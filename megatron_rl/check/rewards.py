@@ -732,7 +732,7 @@ def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | Non
 def _send_request(url: str, health_path: str | None) -> str | None:
     """Send one request to ``url``; return an error message, or None if the server is healthy.
 
-    A server is healthy if it responds with status 200 at ``health_path``. If ``health_path`` is None, a
+    A server is healthy if it responds with status 200 at ``health_path``. Without a ``health_path``, a
     response with any status is enough.
     """
     split_url = urllib.parse.urlsplit(url)

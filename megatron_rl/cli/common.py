@@ -76,11 +76,11 @@ def load_and_check(
 
     Args:
         arguments: The command's arguments, with those added by `add_config_arguments`.
-        world_size: Number of ranks that replaces the value in the configuration, unless it is None.
-        job: Job that replaces the value in the configuration, unless it is None.
+        world_size: Number of ranks, in place of the configured value; None keeps the configured value.
+        job: Job, such as ``sft``, in place of the configured value; None keeps the configured value.
         training: Whether the run starts after this check.
         without_files: Whether missing files are warnings instead of errors.
-        gpu: Type of GPU to check for, such as ``h100``. If it is None, the check is for this machine.
+        gpu: Type of GPU to check for, such as ``h100``; None for the devices of this machine.
     """
     # Append to the user's overrides, since the last override of a key takes effect.
     overrides = list(arguments.overrides)
