@@ -652,8 +652,9 @@ class TokenCounter:
                 rows = self._render_rows(record, data_set)
                 rows_by_index[index] = rows
 
-                # Once `files` has an error, the tokenizer may be broken and return no tokens for any prompt.
-                # Then require tokens only of a prompt whose text is empty.
+                # A broken tokenizer returns no tokens for any prompt. If `files` has an error, the tokenizer
+                # may be the cause, so a prompt without tokens is an error of the record only if its text is
+                # empty.
                 if not record.values[data_set.data_config.prompt_field] or not files.errors:
                     first_row = rows[0]
                     self._require_tokens(first_row[0], record, data_set)

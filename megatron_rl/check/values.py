@@ -158,8 +158,9 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 def name_errors(
     path: str, name: str, reserved_names: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error for a user's name that is reserved, or not valid in metric keys and file names.
+    """Yield the error for a name that the user has chosen, if it has one.
 
+    The name must be valid in metric keys and file names, and must not be in ``reserved_names``.
     ``path`` is the key of the named section. With ``identifier`` the name must start with a letter, and have
     no dots or hyphens.
     """

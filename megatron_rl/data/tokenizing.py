@@ -492,11 +492,10 @@ class LengthReport:
 
 
 def largest_exact_length(limit: int) -> int:
-    """Return the largest length of a text, in tokens, that messages report exactly.
+    """Return the number of tokens up to which the tokens of a text over ``limit`` are counted exactly.
 
-    ``limit`` is the largest allowed length. To save time, a much longer text is truncated before its tokens
-    are counted; messages then report "N or more" tokens. The result is larger than ``limit``, so that
-    messages show how far the limit must be raised.
+    To save time, a longer text is truncated before it is tokenised, and messages report "N or more" tokens.
+    The result is larger than ``limit``, so that messages show how far the limit must be raised.
     """
     return 2 * limit + 1024
 

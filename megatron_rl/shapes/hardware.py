@@ -38,7 +38,7 @@ PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU type, with the properties of its usual machine."""
+    """Properties of a GPU type, and of the nodes in which it is usually sold."""
 
     name: str
     """Name in constants.json."""

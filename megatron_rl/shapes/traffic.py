@@ -206,12 +206,12 @@ class SharedBytes:
         return self.needed[rank_in_replica] - resident_bytes[rank_in_replica]
 
     def traffic(self, ranks: Sequence[int], gpus_per_node: int | None = None) -> WeightTraffic:
-        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``.
+        """Return the bytes of a weight sync into an engine with ``ranks``.
 
-        Global rank r is on node r // ``gpus_per_node``; with None, all ranks are on one node.
+        The first ranks are the first replica, the next ranks are the second replica, and so on. Global rank
+        r is on node r // ``gpus_per_node``; with None, all ranks are on one node.
         """
         replica_size = len(self.needed)
-        # Replicas are consecutive ranks.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
         received_by_rank = {
             rank: self.missing_bytes(rank, rank_in_replica)

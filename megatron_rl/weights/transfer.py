@@ -315,7 +315,7 @@ class Exchange:
         message_index: int,
         buffers: dict[Any, Tensor],
     ) -> None:
-        """Copy the received message ``message_index`` of every stream from staging into its views."""
+        """Copy the message ``message_index`` of every sender from its staging buffer into the weights."""
         for peer, stream in self._receives.items():
             if message_index >= len(stream.messages):
                 continue

@@ -601,8 +601,8 @@ def profile_fields() -> dict[str, Setting]:
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
     """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    The parser does not validate a profile, since a profile is a mapping and not a section: a key that it
-    omits has the value of the rollout section and no default.
+    A profile is a plain mapping, which the parser does not validate. A key that is missing in a profile keeps
+    the value of the rollout section.
     """
     descriptions = profile_fields()
     errors = []
@@ -622,7 +622,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 if description.bounds_text():
                     expected += f", {description.bounds_text()}"
 
-                fix = "correct it, or remove it to have the value of the rollout section"
+                fix = "correct it, or remove it to use the value of the rollout section"
                 errors.append(range_error(path, value, expected, fix=fix))
     return errors
 

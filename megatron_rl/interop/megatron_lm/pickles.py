@@ -1,4 +1,4 @@
-"""Reader of a Megatron checkpoint's pickles that does not run them: arguments, tensors, optimizer states.
+"""Reader of the arguments, tensors and optimizer states in a Megatron checkpoint's pickles.
 
 The format is torch's distributed checkpoint: an index of tensors (``.metadata``) lists the files, offsets and
 boxes of every tensor, and another pickle contains the values that are common to all ranks.

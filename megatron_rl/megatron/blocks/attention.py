@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AttentionBuilder(BlockBuilder[Attention]):
-    """Builder of softmax attention, from Megatron's own attention."""
+    """Builder of softmax attention layers. It configures Megatron's own attention module."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Patch Megatron if the model has fewer key-value heads than there are tensor-parallel ranks."""
