@@ -64,7 +64,8 @@ class _Segment:
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
         # The view of a single element may have the stride 0, with which torch cannot view it as bytes.
-        return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+        elements = view.as_strided((view.numel(),), (1,))
+        return elements.view(torch.uint8)
 
 
 @dataclass
@@ -192,7 +193,8 @@ class Exchange:
         self._sends: dict[int, _Stream] = {}
         for peer, sent_regions in sends.items():
             self._sends[peer] = _Stream(max_message_bytes, min_separate_bytes)
-            self._sends[peer].append_regions([((view,), dtype) for view, dtype in sent_regions])
+            regions = [((view,), dtype) for view, dtype in sent_regions]
+            self._sends[peer].append_regions(regions)
 
         self._receives: dict[int, _Stream] = {}
         for peer, received_regions in receives.items():
@@ -203,7 +205,8 @@ class Exchange:
         # stream; a stream with fewer messages skips the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
         self._unstaged_views = {id(stream): stream.unstaged_views() for stream in streams}
-        self.rounds = max((len(stream.messages) for stream in streams), default=0)
+        message_counts = [len(stream.messages) for stream in streams]
+        self.rounds = max(message_counts, default=0)
         self.staging_peak = 0
 
     def run(self, local_work: Callable[[], None] | None = None) -> None:

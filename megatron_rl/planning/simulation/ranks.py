@@ -106,7 +106,14 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
         models = dict(report.models)
         jobs = []
         for config, estimate in plans:
-            job = pool.submit(_simulate_rank, config, models, batch, estimate.rank, report.world_size)
+            job = pool.submit(
+                _simulate_rank,
+                config,
+                models,
+                batch,
+                estimate.rank,
+                report.world_size,
+            )
             jobs.append((job, estimate))
         return [RankSimulation(job.result(), estimate) for job, estimate in jobs]
 

@@ -55,7 +55,11 @@ def simulate_step(
     the rollout engine is omitted. A process can call this function only once.
     """
     # Initialise this process as a rank of the complete job, although no other process exists.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+    )
     device.become_simulated_rank()
     device.initialize()
     config = _with_model_folders(config, config_files)
@@ -130,7 +134,12 @@ def _run_phases(
                 role.step()
 
 
-def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank: int) -> SyncMessages:
+def _sync_messages(
+    config: RunConfig,
+    model: Path,
+    layout: ParallelLayout,
+    rank: int,
+) -> SyncMessages:
     """Count a rank's peers and messages in a weight sync from an actor with this layout."""
     hf_config = find_config(str(model))
     rollout_ranks = config.rollout.ranks
@@ -162,7 +171,11 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
             num_sent += count
         if receiver == rank:
             num_received += count
-    return SyncMessages(peers=plan.peer_counts.get(rank, 0), sent=num_sent, received=num_received)
+    return SyncMessages(
+        peers=plan.peer_counts.get(rank, 0),
+        sent=num_sent,
+        received=num_received,
+    )
 
 
 def _with_model_folders(config: RunConfig, config_files: Mapping[str, Path]) -> RunConfig:
