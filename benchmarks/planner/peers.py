@@ -73,6 +73,7 @@ def predict_sync_volume(
         received = received_by_other_projects(model_bytes, layout, rollout_ranks).get("HybridFlow", 0.0)
         return SyncVolume(received, model_bytes / rollout_ranks, 0.0)
 
+    # Each rank of the engine receives its own shard, and needs no other memory.
     if method == "planned_peer_to_peer":
         return SyncVolume(model_bytes / rollout_ranks, model_bytes / rollout_ranks, 0.0)
     return SyncVolume(gathered_bytes(model_bytes, layout), model_bytes, model_bytes / train_ranks)
@@ -103,6 +104,7 @@ def strided_seconds(
 
     node_share = (slices * stages - 1) / model_ranks
     node_bytes = min(received, node_share * machine.bytes_per_weight * model.parameters)
+    # Bytes within a node travel over NVLink, all other bytes over the network, one after the other.
     seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
     seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
     return constants.weight_sync.strided_fixed_seconds + seconds
@@ -121,6 +123,7 @@ def gathered_seconds(
     # Every tensor needs a collective, and a copy by the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensor_count * sync.gather_seconds_per_tensor
 
+    # The loader then copies the complete model into the engine's parameters.
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 
     # Ranks that share one copy of the model.
@@ -147,6 +150,7 @@ def broadcast_seconds(
     """
     sync = machine.constants.weight_sync
     one_node = rollout.replicas * rollout.gpus <= machine.cluster.gpus_per_node
+    # Between nodes, the broadcast is slower than the copies from host memory.
     rate = sync.host_network_gigabytes_per_second
     if one_node:
         rate = sync.host_node_gigabytes_per_second
@@ -164,6 +168,7 @@ def planned_sync_seconds(
     Without a ``layout`` of the senders, only the receivers limit the speed.
     """
     received_bytes = rollout_weight_bytes(model, rollout, machine)
+    # Senders and receivers work at the same time, so the larger number of bytes per rank determines the time.
     sent_bytes = 0.0
     if layout:
         sent_bytes = machine.bytes_per_weight * model.parameters / layout.size
@@ -200,6 +205,7 @@ def make_sync_seconds(method: str) -> SyncSeconds:
     """
     seconds = find_method(method)
 
+    # The placement search passes the engine's ranks too.
     def sync_seconds(
         model: ModelShape,
         layout: ParallelLayout,
