@@ -24,6 +24,6 @@ def test_an_engine_with_stale_copies_of_weights_is_refused(
     result = fork(STALE, 2, "train", tmp_path / "run/config.yaml", check=False, env={"STALE": copy})
     assert result.returncode == 2
     assert REFUSAL in result.output
-    (mean,) = set(re.findall(r"got: +(\S+), at most", result.output))
+    (mean,) = set(re.findall(r"got: +mean (\S+) and maximum", result.output))
     assert float(mean) > 1e-2
     assert not (tmp_path / "run/run/metrics.jsonl").exists()
