@@ -48,7 +48,7 @@ def run(folder: Path, material: Path, **changes: Any) -> Path:
     return file
 
 
-# The gradients of both are compared with brute force below.
+# `top_k` takes the same steps; what `reverse_kl` computes is compared in test_algorithms_estimation.py.
 @pytest.mark.parametrize("loss", [pytest.param("reverse_kl", marks=pytest.mark.campaign), "top_k"])
 def test_a_student_gets_nearer_to_its_teacher_in_every_layout(
     fork: Any, material: Path, teacher: str, tmp_path: Path, loss: str

@@ -64,6 +64,7 @@ SUITE = (
     "qwen3-5-moe",  # delta nets, and the plain engine
     "minimax-m2",  # norms over the heads of all tensor-parallel ranks, a bias of the experts' choice
     "qwen3-lora",  # adapters, synced without the base weights
+    "qwen3-moe-lora",  # adapters, merged into the weights that are synced
 )
 """Families of the suite: each has names of tensors, or a path to the engine, that none before it has."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
