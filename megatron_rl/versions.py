@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 # Distributions whose version can affect the numerical results of a run.
@@ -33,6 +34,7 @@ def distribution_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@cache
 def installed_version(name: str) -> str | None:
     """Return the version of a distribution, or None if it is not installed."""
     try:

