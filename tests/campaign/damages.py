@@ -26,6 +26,7 @@ RETAINED = 3
 """Checkpoints of the run, which keeps its newest three."""
 PATIENCE = 120.0
 """Seconds to choose a checkpoint in."""
+TRACEBACK = "Traceback (most recent call last)"
 # Ways to damage a file of a checkpoint, its folder, other files that a restart reads, and its digests.
 FILE_DAMAGES = (
     "flip", "truncate", "extend", "sparse", "empty", "delete", "garbage", "folder", "dangling", "loop",
@@ -268,7 +269,7 @@ def restart(folder: Path, intact: list[str], expected: Any, work: Path) -> Resul
     code, text = _restarted(folder, work)
     if code is None:
         return Result("hang", text)
-    if "Traceback" in text.replace("Traceback : ", ""):
+    if has_traceback(text):
         return Result("unclear", text)
     if not intact:
         return Result(HELD if code else "accepted", text)
@@ -297,6 +298,13 @@ def _restarted(folder: Path, work: Path) -> tuple[int | None, str]:
     return code, (folder / "output").read_text()
 
 
+def has_traceback(output: str) -> bool:
+    """Return whether a rank printed a traceback; torchrun's own, of a failed job, is the last one."""
+    if "ChildFailedError" in output:
+        output = output[: output.rindex(TRACEBACK)]
+    return TRACEBACK in output
+
+
 def damage_read_back(settings: Mapping[str, Any], folder: Path, expected: Any, work: Path) -> Result:
     """Damage another file that a restart reads: it must be named, and the results must not change."""
     run = folder / "run"
@@ -320,8 +328,7 @@ def damage_read_back(settings: Mapping[str, Any], folder: Path, expected: Any, w
     code, text = _restarted(folder, work)
     if code is None:
         return Result("hang", text)
-    # torchrun's own report of a failed rank contains the word with a space before the colon.
-    if "Traceback" in text.replace("Traceback : ", ""):
+    if has_traceback(text):
         return Result("unclear", text)
     if file.stem not in text:
         return Result("accepted", f"not named: {file.name}\n{text}")
