@@ -10,8 +10,10 @@ the identifier of the process that supervises the ranks, and its exit code.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -104,7 +106,8 @@ def preload() -> None:
 
 
 def prepare_engines() -> None:
-    """Do once what vLLM does for the first engine of a process: each rank would repeat it."""
+    """Do once what the first engine of a process does: each rank would repeat it."""
+    from transformers import conversion_mapping
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
@@ -114,6 +117,10 @@ def prepare_engines() -> None:
     # It looks through the names of all imported modules, which takes half a second.
     current_platform.register_triton_kernel_overrides()
     setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(lambda: None))
+    # Plugins are looked up among all installed distributions, three times per engine.
+    setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
+    # transformers compiles thousands of patterns of tensor names when it builds its first model.
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen2")
 
 
 def draw_once() -> None:

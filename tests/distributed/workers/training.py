@@ -188,7 +188,10 @@ def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
     local_boxes = source_boxes(model)
     if model.adapters:
         local_boxes += adapter_boxes(model)
-    local_regions = [(box, view_of(parameters[box.storage], box).clone()) for box in local_boxes]
+    # Arrays, since Megatron makes the unpickling of a tensor a guarded file load, half a millisecond each.
+    local_regions = [
+        (box, view_of(parameters[box.storage], box).detach().float().numpy()) for box in local_boxes
+    ]
 
     regions = []
     for rank_regions in gather(local_regions):
@@ -204,5 +207,5 @@ def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
     weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for box, region in regions:
         slices = [slice(start, start + size) for start, size in zip(box.start, box.size, strict=True)]
-        weights[box.name][tuple(slices)] = region.float()
+        weights[box.name][tuple(slices)] = torch.from_numpy(region)
     return weights
