@@ -1,4 +1,4 @@
-"""An engine is a folder and one line in a table: two, added so to a copy of the package, train."""
+"""An engine is a folder and one line in a table: two that are added to a copy of the package train."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ SECONDS = 400.0
 pytestmark = pytest.mark.starts_ranks
 
 
-def add_engine(folder: Path, name: str, capabilities: str) -> Path:
-    """Copy the package, add the engine's folder and its line in the table; return what to import it from."""
-    package = folder / "megatron_rl"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+CAPABILITIES = {"prefix": "in_process=True, partial=True", "letters": ""}
+"""Engine -> its line in the table: one in the ranks, and one behind a server."""
+
+
+def add_engine(package: Path, name: str, capabilities: str) -> None:
+    """Add an engine's folder and its line in the table to a copy of the package."""
     shutil.copytree(MADE_UP / name, package / "rollout/engines" / name)
     before = (package / TABLE).read_text()
     module = f"megatron_rl.rollout.engines.{name}"
@@ -39,7 +42,17 @@ def add_engine(folder: Path, name: str, capabilities: str) -> Path:
 
     changes = difflib.ndiff(before.splitlines(), (package / TABLE).read_text().splitlines())
     assert [line[0] for line in changes if line[0] != " "] == ["+"]
-    return folder
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Fork ranks from a process that has imported a copy of the package with both engines."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(PACKAGE, tree / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, capabilities in CAPABILITIES.items():
+        add_engine(tree / "megatron_rl", name, capabilities)
+    with RankServer(tree / "server", tree) as fork:
+        yield fork
 
 
 def write_config(folder: Path, material: Path, rollout: dict[str, Any]) -> Path:
@@ -82,15 +95,14 @@ def assert_learned_on_policy(steps: list[dict[str, float]]) -> None:
     assert all(step["policy/grad_norm"] > 0 for step in steps[:2])
 
 
-def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path: Path) -> None:
-    tree = add_engine(tmp_path, "prefix", "in_process=True, partial=True")
+def test_an_engine_in_the_ranks_is_a_folder_and_a_line(
+    launch: Launcher, material: Path, tmp_path: Path
+) -> None:
     file = write_config(tmp_path, material, {"engine": "prefix"})
     lacking = ("rollout.tensor=2", "rollout.top_p=0.9", "actor.lora.rank=4", "actor.lora.sync=adapter")
-    # Forked from a process that has imported the copy of the package.
-    with RankServer(tmp_path / "server", tree) as fork:
-        assert "READY: no errors" in check(fork, file)
-        refused = check(fork, file, *lacking)
-        steps = train(fork, file, ranks=2)
+    assert "READY: no errors" in check(launch, file)
+    refused = check(launch, file, *lacking)
+    steps = train(launch, file, ranks=2)
     assert "the prefix engine does not shard the model" in refused
     assert "rollout.engine=prefix does not return the tokens that a filter keeps" in refused
     assert "`actor.lora.sync: adapter` requires" in refused
@@ -118,14 +130,12 @@ def letters(material: Path):
 
 
 def test_a_server_of_another_kind_is_a_folder_and_a_line(
-    letters: str, material: Path, tmp_path: Path
+    launch: Launcher, letters: str, material: Path, tmp_path: Path
 ) -> None:
-    tree = add_engine(tmp_path, "letters", "")
     file = write_config(tmp_path, material, {"engine": "letters", "server": {"urls": [letters]}})
-    with RankServer(tmp_path / "server", tree) as fork:
-        report = check(fork, file)
-        refused = check(fork, file, "rollout.order=open", "rollout.server.urls=[]")
-        steps = train(fork, file, ranks=1)
+    report = check(launch, file)
+    refused = check(launch, file, "rollout.order=open", "rollout.server.urls=[]")
+    steps = train(launch, file, ranks=1)
     assert "READY: no errors" in report and "SERVERS" in report and "WEIGHT SYNC" not in report
     assert "do not answer now" not in report
     assert "rollout.engine=letters answers whole requests, which the open order interrupts" in refused
