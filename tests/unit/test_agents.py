@@ -136,6 +136,7 @@ def play(tmp_path: Path):
         hosts.close()
 
 
+@pytest.mark.slow
 def test_two_agents_at_once_with_the_plain_client_of_openai(play):
     rollouts = play(OPENAI, ["1+2="], samples=2)
     assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 2
@@ -352,6 +353,7 @@ def test_a_bad_chunk_behind_its_headers_is_refused_at_once_and_the_connection_cl
     assert not caplog.records, caplog.text
 
 
+@pytest.mark.slow
 def test_a_body_that_arrives_slowly_is_read_to_its_end():
     def client(connection: http.client.HTTPConnection, key: str) -> None:
         def pieces() -> Iterator[bytes]:

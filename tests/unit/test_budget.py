@@ -178,6 +178,7 @@ def test_an_engine_sleeps_only_where_another_role_shares_its_ranks() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_report_of_a_full_device_has_the_estimate_of_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

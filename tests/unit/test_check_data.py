@@ -145,6 +145,7 @@ def test_responses_that_cannot_follow_their_prompts_are_found_before_the_job() -
     assert (error.message, error.got) == ("the chat template refuses the messages", "only users ask")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 def test_responses_that_would_be_learned_as_thoughts_are_said_once() -> None:
     template(THINKS)

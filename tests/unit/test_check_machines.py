@@ -176,6 +176,7 @@ def test_settings_of_megatron_without_effect_are_refused(name: str, value: objec
     assert not check_model_settings({name: off})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_settings_that_are_handed_on_untried_are_said() -> None:
     (warning,) = check("rollout.vllm={kv_cache_dtype: fp8, max_num_seqs: 4}").warnings

@@ -77,6 +77,7 @@ def check(workspace: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, **o
     return check_config(load("config.yaml", overrides), None, **options)
 
 
+@pytest.mark.slow
 def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
     """A field that a new version brings has to be looked at: does it work with weights written in place?"""
     from vllm.engine.arg_utils import EngineArgs

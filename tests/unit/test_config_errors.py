@@ -363,6 +363,7 @@ def test_a_checkpoint_without_the_critic_that_the_algorithm_needs_is_an_error() 
     assert error.message == "the checkpoint has no critic" and error.got == "actor"
 
 
+@pytest.mark.slow
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     present = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "swanlab" else present(name))
@@ -415,6 +416,7 @@ def test_a_piece_that_ends_its_process_does_not_end_the_check(tmp_path: Path, ke
     assert len(found) == 1 and "ended with status 0 while loading" in str(found[0])
 
 
+@pytest.mark.slow
 def test_a_piece_that_never_ends_its_import_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

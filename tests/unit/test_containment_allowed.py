@@ -121,6 +121,7 @@ def test_a_module_of_an_installed_package_is_imported() -> None:
     assert result.valid.all()
 
 
+@pytest.mark.slow
 def test_files_are_read_where_limits_name_them_and_the_error_says_so(code: str, tmp_path: Path) -> None:
     data = tmp_path / "data" / "table.txt"
     data.parent.mkdir()
@@ -153,6 +154,7 @@ def test_names_are_resolved_where_the_network_is_allowed(code: str) -> None:
     assert result.rewards.tolist() == [1.0], result.failures
 
 
+@pytest.mark.slow
 def test_variables_are_those_that_are_usual_or_named(code: str, monkeypatch) -> None:
     for name in (*SECRETS, "MINE", "OMP_NUM_THREADS", "LC_ALL"):
         monkeypatch.setenv(name, "1")

@@ -369,6 +369,7 @@ def test_a_text_of_megabytes_is_not_tokenised_to_its_end(tokenizer) -> None:
     assert len(tokens) == 100_000
 
 
+@pytest.mark.slow
 def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> None:
     path, told = tmp_path / "set.jsonl", []
     lines = [

@@ -67,6 +67,7 @@ def test_names_that_differ_in_a_separator_have_copies_of_their_own(
     assert len(list((cache / ".megatron_rl").glob("*.lock"))) == len(names)
 
 
+@pytest.mark.slow
 def test_a_hub_that_goes_away_within_a_file_is_a_copy_that_is_not_complete(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):
         torch.testing.assert_close(value, expected[name][: len(value)], rtol=0, atol=rounding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -212,6 +212,7 @@ class Fixed(Environment):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [3, 2], ids=["with a token after it", "at the end of the sequence"])
 @pytest.mark.parametrize(
     "text", ["+-", "+" * 30, "+", "none"], ids=["another", "a longer one", "a shorter one", "none"]

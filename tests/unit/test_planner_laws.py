@@ -120,6 +120,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["a100", in_campaign("h100"), in_campaign("h20"), "gb200"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
@@ -237,6 +238,7 @@ def test_uneven_loads_leave_experts_unread() -> None:
     assert fraction_of_experts_read(8.0, 1e-4) == pytest.approx(fraction_of_experts_read(8.0, 0.0), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
     plans = {
         gpu: search_placements(problem("qwen3-32b", 64, gpu)).plans[0].step.seconds for gpu in ("h100", "h20")

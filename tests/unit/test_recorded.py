@@ -153,6 +153,7 @@ def words_without_a_text(line: str) -> list[str]:
     return sorted({*re.findall(r"[A-Za-z][\w-]*", rest)} - words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_word_of_a_recording_is_one_that_the_package_prints(name: str) -> None:
     # Tables are titled by the name of a run's folder.

@@ -51,6 +51,7 @@ def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
 HOSTILE = "<b>2</b></script><script>alert(1)</script>\u2028&amp;"
 
 
+@pytest.mark.slow
 def test_the_table_and_the_files(tmp_path: Path) -> None:
     folder = run(tmp_path / "addition")
     folder.write_config("seed: 1 # <&>\n")

@@ -65,6 +65,7 @@ def judged(programs: list[str], tests: Any, **settings: Any) -> RewardResult:
         reward.close()
 
 
+@pytest.mark.slow
 def test_programs_get_what_they_earn_and_nothing_stays() -> None:
     result = judged([program for program, _ in PROGRAMS.values()], CALLS, workers=2)
     assert not result.failures
@@ -87,6 +88,7 @@ def test_a_program_that_ends_the_worker_is_invalid_and_harms_no_other() -> None:
     assert [(failure.row, failure.reason) for failure in result.failures] == [(1, "crashed"), (3, "limit")]
 
 
+@pytest.mark.slow
 def test_output_is_compared_and_a_share_is_told() -> None:
     program = "import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')"
     tests = json.dumps([
@@ -249,6 +251,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 def test_a_program_is_right_where_the_assertion_holds_in_python() -> None:
     with make_code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
         answers = reward.compute_answers([
@@ -313,6 +316,7 @@ def test_lines_of_input_and_output_may_be_lists() -> None:
     assert judged([program], tests).rewards.tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_tests_in_the_form_of_apps_call_a_function_or_a_method_of_solution() -> None:
     tests = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, ["ab"]]}
     solution = "class Solution:\n    def add(self, a, b):\n        return a + b\n"

@@ -149,6 +149,7 @@ def one(
     return " ".join(f"{failure.reason}: {failure.message}" for failure in result.failures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "words"),
     [
@@ -196,6 +197,7 @@ def test_the_kernel_holds_what_a_busy_supervisor_would_see_too_late(file: str) -
         assert components["tasks"].item() == OTHER_TASKS + SMALL.processes
 
 
+@pytest.mark.slow
 def test_children_that_leave_their_session_go_too(file: str) -> None:
     seconds = f"1000.{os.getpid()}1"
     assert "timeout" in one(file, "daemon", timeout=1.0, seconds=seconds)

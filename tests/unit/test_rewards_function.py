@@ -155,6 +155,7 @@ def test_values_arguments_and_components(file: str) -> None:
         assert score(reward, ["x"]).rewards.tolist() == [0.25]
 
 
+@pytest.mark.slow
 def test_every_failure_is_invalid_with_its_reason_and_the_rest_stand(file: str) -> None:
     reasons = {
         "raise": "exception",
@@ -186,6 +187,7 @@ def test_every_failure_is_invalid_with_its_reason_and_the_rest_stand(file: str) 
     assert again.valid.all(), "the replaced workers answer"
 
 
+@pytest.mark.slow
 def test_the_limit_is_per_sample_not_per_batch(file: str) -> None:
     with make(file, timeout=1.5) as reward:
         assert score(reward, ["slow"] * 4).valid.all()
@@ -489,6 +491,7 @@ def dying(tmp_path: Path) -> tuple[str, Path]:
     return str(path), mark
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_loads_is_started_again(dying: tuple[str, Path]) -> None:
     file, mark = dying
     with make(file, "reward", timeout=60.0) as reward:

@@ -172,6 +172,7 @@ def reasons(responses: list[str], result: RewardResult) -> dict[str, str]:
     return {responses[failure.row]: failure.reason for failure in result.failures}
 
 
+@pytest.mark.slow
 def test_every_failure_has_its_reason_and_its_neighbours_stand(server: Scorer, monkeypatch) -> None:
     monkeypatch.setenv("SCORER_TOKEN", f"Bearer {SECRET}")
     expected = {
@@ -315,6 +316,7 @@ def read(*, response, judgement, **rest):
 """
 
 
+@pytest.mark.slow
 def test_a_judge_is_asked_once_and_read_contained(server: Scorer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
     (tmp_path / "parts.py").write_text(PARTS)

@@ -50,6 +50,7 @@ def test_a_living_job_keeps_its_folder_and_a_killed_one_does_not(tmp_path):
     assert (tmp_path / "run.lock").read_text() == "", "a lock that was given back names nobody"
 
 
+@pytest.mark.slow
 def test_a_dead_hosts_lock_is_taken_over_and_a_living_ones_respected(tmp_path, monkeypatch):
     holder(tmp_path, "another-host", age=3600)
     with lock_run_folder(tmp_path):

@@ -536,6 +536,7 @@ def test_a_bounded_number_of_arguments_is_cached(tokenizer: Any, monkeypatch: py
     assert text.with_kwargs({"thinks": False, "number": 0}).render_prompt(question) == "7=*"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 def test_arguments_of_a_source_with_which_no_turn_can_follow_are_an_error_at_the_start() -> None:
     counts = "{% if add_generation_prompt and counts %}{{ messages | length }}{% endif %}"
