@@ -58,11 +58,9 @@ ROLLOUTS = {
 DELTA_NETS = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 """Families that `check` refuses with vLLM on a host, and that a plain torch model samples from."""
 SUITE = (
-    "llama",  # tensor, then pipeline parallelism
     "gemma3",  # norms behind each block, two rotary bases, a scaled embedding
     "glm-moe-dsa",  # latent attention and experts, copied indexers, an engine that builds another family
     "qwen3-5-moe",  # delta nets, and the plain engine
-    "minimax-m2",  # norms over the heads of all tensor-parallel ranks, a bias of the experts' choice
     "qwen3-lora",  # adapters, synced without the base weights
     "qwen3-moe-lora",  # adapters, merged into the weights that are synced
 )
@@ -153,9 +151,13 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
         check_quantised(tmp_path / name, name)
 
 
-def test_checkpoints_of_modelopt_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
-    """The description of the first one is in a file beside config.json alone, where vLLM finds it too."""
-    algorithms = {"qwen3": "NVFP4", "qwen2": "FP8"}
+@pytest.mark.parametrize(
+    "algorithms", [{"qwen3": "NVFP4"}, pytest.param({"qwen2": "FP8"}, marks=pytest.mark.campaign)]
+)
+def test_checkpoints_of_modelopt_go_through_every_command(
+    fork: Any, material: Path, tmp_path: Path, algorithms: dict[str, str]
+) -> None:
+    """The description of NVFP4 is in a file beside config.json alone, where vLLM finds it too."""
     for name, algorithm in algorithms.items():
         workspace(tmp_path / name, name, material)
         # The slices of two tensor-parallel ranks begin within a block of 16.
@@ -193,15 +195,14 @@ def check_quantised(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "engines",
     [
-        # Experts that are stored transposed, buffers and heads of two sizes, and a family that only the plain
-        # engine samples from.
-        {"qwen3-vl-moe": "vllm", "gemma4-vision": "vllm", "qwen3-5-vision": "torch"},
+        # Experts that are stored transposed, buffers and heads of two sizes.
+        {"qwen3-vl-moe": "vllm", "gemma4-vision": "vllm"},
         pytest.param(
             {"gemma3-vision": "vllm", "ministral3-vision": "vllm", "qwen2-5-vl": "vllm"},
             marks=pytest.mark.campaign,
         ),
         pytest.param(
-            {"mistral3": "vllm", "qwen3-vl": "vllm"},
+            {"mistral3": "vllm", "qwen3-vl": "vllm", "qwen3-5-vision": "torch"},
             marks=pytest.mark.campaign,
         ),
     ],

@@ -69,6 +69,7 @@ def test_removed_responses_have_the_stated_reward_on_any_number_of_ranks(
     assert unwritten("a run with filters", found[1]) == []
 
 
+@pytest.mark.campaign
 def test_dropped_responses_leave_their_group_and_a_resume_changes_nothing(
     fork: Any, material: Path, tmp_path: Path
 ) -> None:

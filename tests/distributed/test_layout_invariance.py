@@ -55,7 +55,7 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-LAYOUTS_WITH_OWN_LAYERS = 2
+SUITE_LAYOUTS = 3
 """Number of layouts in the suite of a family that has layers of its own; `every_layout` has all products."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
@@ -99,17 +99,14 @@ def listed(family: str) -> list[dict[str, Any]]:
 def suite_cases() -> list[dict[str, Any]]:
     """Return the cases of the suite: each family takes the layouts that the fewest have taken before it.
 
-    One layout of a family without layers of its own shows that its weights are cut as the layers need.
+    Families without layers of their own are campaign cases.
     """
     taken: Counter[tuple[bool, str]] = Counter()
     cases = []
-    for family in sorted(FAMILIES, key=lambda name: name not in LAYERS):
-        count = 1
-        if family in LAYERS:
-            count = LAYOUTS_WITH_OWN_LAYERS
+    for family in LAYERS:
         available = listed(family)
         by_use = sorted(range(len(available)), key=lambda number: taken[layout_key(available[number])])
-        selected = [available[number] for number in by_use[:count]]
+        selected = [available[number] for number in by_use[:SUITE_LAYOUTS]]
         taken.update(map(layout_key, selected))
         cases += selected
     return cases

@@ -100,6 +100,7 @@ def test_responses_are_of_the_last_sync_and_a_resume_between_two_changes_nothing
         assert responses(tmp_path / "never", step) == responses(tmp_path / "frozen", step)
 
 
+@pytest.mark.campaign
 def test_ages_of_sampling_ahead_and_of_older_weights_add_up_and_the_resume_is_exact(fork, material, tmp_path):
     changes = {
         "hybrid_engine": {"every": 2},

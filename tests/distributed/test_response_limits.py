@@ -64,6 +64,7 @@ def test_limits_follow_the_lengths_of_earlier_steps_on_any_ranks_and_after_a_res
         assert mine == pytest.approx(truth, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.campaign
 def test_limits_follow_responses_that_are_carried_and_sampled_ahead(fork, material, tmp_path):
     changes = {
         "placement": "standalone",

@@ -21,6 +21,7 @@ def numbers(folder: Path, *names: str) -> list[dict[str, float | None]]:
     return [{name: line.get(name) for name in ("step", *COMPARED, *names)} for line in metrics(folder)]
 
 
+@pytest.mark.campaign
 def test_carried_responses_keep_the_temperature_of_their_first_step(fork, material, tmp_path):
     changes = {
         "placement": "standalone",

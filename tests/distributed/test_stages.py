@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -95,6 +96,10 @@ KILLS = [
 ]
 
 
+SUITE_KILLS = [KILLS[index] for index in (1, 2, 6, 7)]
+"""While a checkpoint is written, between stages, before a model is left, and after the stages."""
+
+
 def whole_run(fork: Any, material: Path) -> Path:
     """Return the folder of a run that nothing interrupts, made once."""
     folder = material / "whole"
@@ -103,10 +108,11 @@ def whole_run(fork: Any, material: Path) -> Path:
     return folder / "run"
 
 
-def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material, tmp_path):
+@pytest.mark.parametrize("kills", [SUITE_KILLS, pytest.param(KILLS, marks=pytest.mark.campaign)])
+def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material, tmp_path, kills):
     whole = whole_run(fork, material)
     killed = write(tmp_path / "killed", material)
-    for words, place, call, rank, after in KILLS:
+    for words, place, call, rank, after in kills:
         env = {"KILL_AT": place, "KILL_CALL": str(call), "KILL_RANK": str(rank)}
         env |= {"KILL_AFTER": "1"} if after else {}
         launch = fork(WORKER, 2, "train", killed, *BESIDE, env=env, check=False)

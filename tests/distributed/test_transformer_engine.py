@@ -24,18 +24,18 @@ from test_lora import EVERYWHERE, RANK, write_adapter
 SP, VPP, FULL, NARROW = layouts.SP, layouts.VPP, layouts.FULL, layouts.NARROW
 CASES = [
     layouts.case("qwen2", tensor=2, pipeline=2, **VPP, **SP, **FULL),
-    layouts.case("qwen2", tensor=4, budget=NARROW),  # more ranks than key-value heads
-    layouts.case("qwen3-moe", tensor=2, expert=2, expert_tensor=2, **SP),
     layouts.case("deepseek-v3", tensor=2, expert=2, pipeline=2, **SP),
-    layouts.case("adapted", tensor=2, pipeline=2, **SP),
     layouts.case("adapted-moe", tensor=2, expert=2, expert_tensor=2, **SP),
     layouts.case("gpt-oss", tensor=2, context=2, **SP),  # sinks over the tokens of several ranks
-    layouts.case("glm4-moe", context=2, tensor=2, **SP, settings={"apply_rope_fusion": True}),
     layouts.case("minimax-m2", tensor=2, expert=2, **SP),  # norms over all heads
-    layouts.case("ministral3", tensor=2, context=2, **SP),  # queries with factors
     layouts.case("qwen2", tensor=2, provider="own_attention"),
 ]
 CAMPAIGN_CASES = [
+    layouts.case("qwen2", tensor=4, budget=NARROW),  # more ranks than key-value heads
+    layouts.case("qwen3-moe", tensor=2, expert=2, expert_tensor=2, **SP),
+    layouts.case("adapted", tensor=2, pipeline=2, **SP),
+    layouts.case("glm4-moe", context=2, tensor=2, **SP, settings={"apply_rope_fusion": True}),
+    layouts.case("ministral3", tensor=2, context=2, **SP),  # queries with factors
     layouts.case("qwen3-moe", tensor=2, expert=2, pipeline=2, **SP, **FULL),
     layouts.case("qwen3-moe", expert=4),
     layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
@@ -49,6 +49,9 @@ CAMPAIGN_CASES = [
 ]
 """Other layouts of the same layers; `launch/campaign.sh fused_layouts` has all families in all layouts."""
 ADAPTED = {"adapted": "qwen3", "adapted-moe": "qwen3-moe"}
+COMPILED = ("qwen2", "deepseek-v3", "gpt-oss")
+"""Models with the compiled functions of dense layers, of latent attention and of experts with biases."""
+CAMPAIGN_COMPILED = ("qwen3-moe", "adapted", "adapted-moe", "glm4-moe", "minimax-m2", "ministral3")
 MODELS = tuple(dict.fromkeys(case["model"] for case in (*CASES, *CAMPAIGN_CASES)))
 MOE: dict[str, Any] = {"model": "qwen3-moe"}
 WIDE = {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}
@@ -98,24 +101,30 @@ def with_adapters(folder: Path, cases: Iterable[dict[str, Any]]) -> list[dict[st
     return result
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(CAMPAIGN_CASES, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("cases", "compiled"),
+    [(CASES, COMPILED), pytest.param(CAMPAIGN_CASES, CAMPAIGN_COMPILED, marks=pytest.mark.campaign)],
+)
 def test_the_step_is_that_of_plain_layers_on_one_rank(
-    fork: Any, fork_fused: Any, folder: Path, cases: list[dict[str, Any]]
+    fork: Any, fork_fused: Any, folder: Path, cases: list[dict[str, Any]], compiled: tuple[str, ...]
 ) -> None:
-    """The suite compiles the functions on one rank: each of several ranks would compile the same ones."""
-    models = dict.fromkeys(case["model"] for case in cases)
+    """In the suite one rank compiles the functions of some models; the campaign compiles on every rank."""
+    models = dict.fromkeys([*(case["model"] for case in cases), *compiled])
     alone = with_adapters(folder, map(layouts.case, models))
-    cut = with_adapters(folder, cases)
+    alone_compiled = [
+        case | {"name": f"{case['model']}-compiled"} for case in alone if case["model"] in compiled
+    ]
+    on_ranks = with_adapters(folder, cases)
     layouts.run(fork, folder, 1, alone)
-    if cases is CASES:
-        compiled = [case | {"name": f"{case['model']}-compiled"} for case in alone]
-        layouts.run(fork_fused, folder, 1, compiled)
-        layouts.run(fork_fused, folder, layouts.RANKS, cut, env={EAGER: "1"})
-        cut += compiled
-    else:
-        layouts.run(fork_fused, folder, layouts.RANKS, cut)
+    layouts.run(fork_fused, folder, 1, alone_compiled)
+    eager = {EAGER: "1"} if cases is CASES else {}
+    layouts.run(fork_fused, folder, layouts.RANKS, on_ranks, env=eager)
 
-    wrong = [words for case in cut for words in layouts.differences(folder, case, fused=True)]
+    wrong = [
+        words
+        for case in (*on_ranks, *alone_compiled)
+        for words in layouts.differences(folder, case, fused=True)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -138,7 +147,8 @@ def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> No
     assert "other layers" in refused["message"] and refused["untouched"]
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("qwen3-lora", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-lora"])
 def test_the_commands(fork_fused: Any, material: Path, tmp_path: Path, family: str) -> None:
     """Trainer and vLLM agree, a run is resumed on another layout, transformers loads the export."""
     commands.prepare(tmp_path, family, material)

@@ -21,6 +21,8 @@ TABLE = {
     for answers in yaml.safe_load((Path(__file__).parent / "names_of_others.yaml").read_text()).values()
     for written, answer in answers.items()
 }
+IN_SUITE = 4
+"""One in so many names is followed in the suite, all others in the campaign."""
 WRITE = re.compile(r"write `([a-z0-9_.]+)(?:: (.*?))?`(, or remove the line)?$")
 MAX_FIXES = 3
 
@@ -66,7 +68,14 @@ def follow(written: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written", TABLE, ids=str)
+@pytest.mark.parametrize(
+    "written",
+    [
+        written if number % IN_SUITE == 0 else pytest.param(written, marks=pytest.mark.campaign)
+        for number, written in enumerate(TABLE)
+    ],
+    ids=str,
+)
 def test_a_fix_leads_to_a_valid_configuration_with_the_right_key(
     written: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +83,7 @@ def test_a_fix_leads_to_a_valid_configuration_with_the_right_key(
     assert follow(written)[0] == TABLE[written], follow(written)[1]
 
 
+@pytest.mark.slow
 def test_the_table_has_the_names_of_many_projects() -> None:
     assert len(TABLE) > 300
 

@@ -89,13 +89,16 @@ def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, caps
 
 
 @pytest.mark.slow
-def test_every_size_is_simulated(throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("paths", [BENCH[::4], pytest.param(BENCH, marks=pytest.mark.campaign)])
+def test_every_size_is_simulated(
+    throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any, paths: list[Path]
+) -> None:
     out = tmp_path / "out.json"
     assert len(BENCH) == 13
-    assert run(throughput, monkeypatch, *map(str, BENCH), "--simulate", "--json", str(out)) == 0
+    assert run(throughput, monkeypatch, *map(str, paths), "--simulate", "--json", str(out)) == 0
     shown = capsys.readouterr().out
     records = json.loads(out.read_text())
-    for path in BENCH:
+    for path in paths:
         mine = {record["metric"]: record["median"] for record in records if record["case"] == path.stem}
         assert path.stem in shown
         phases = sum(mine[name] for name in ("generate", "reshard", "score", "learn"))

@@ -53,8 +53,10 @@ def checked(path: Path):
             ("qwen3-235b-a22b", "--gpus", "128", "--gpu", "h20", "--prompts", "64", "--samples", "16"),
             marks=pytest.mark.campaign,
         ),
-        ("qwen3-30b-a3b", "--gpus", "24", "--no-reference"),
-        pytest.param(("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"), marks=pytest.mark.slow),
+        pytest.param(("qwen3-30b-a3b", "--gpus", "24", "--no-reference"), marks=pytest.mark.slow),
+        pytest.param(
+            ("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"), marks=pytest.mark.campaign
+        ),
         pytest.param(("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"), marks=pytest.mark.campaign),
         pytest.param(
             ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
@@ -62,7 +64,7 @@ def checked(path: Path):
         ),
         pytest.param(
             ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--open-order"),
@@ -219,6 +221,7 @@ def _critic(words: tuple[str, ...], folder: Path) -> str | None:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
     out = tmp_path / "plan.yaml"
     words = ("--algorithm", "ppo", "--reward", "rewards.py:score", "--reward-model-path", "models/judge")
@@ -256,6 +259,7 @@ def _planned_data(out: Path, *words: str) -> tuple[str, bool]:
     return config["model"]["path"], config["data"]["chat_template"]
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_chat_template_where_its_model_has_one(tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
     # Base models have none, so a preset stands for the instruction-tuned model of its shape.

@@ -72,7 +72,9 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 1024])
+@pytest.mark.parametrize(
+    "world", [1, 3, 8, *(pytest.param(world, marks=pytest.mark.campaign) for world in (2, 1024))]
+)
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
     proof._write_job_files(tmp_path, world, on_host=True)
     for task in proof.list_small_jobs(tmp_path, world)[:-1]:
