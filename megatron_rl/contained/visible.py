@@ -281,11 +281,12 @@ def _import_paths(folder: str) -> Iterator[str]:
 
 def _editable_packages() -> Iterator[str]:
     """Yield the folders of packages that setuptools installed as editable with an import hook."""
-    # Such a package is not in the search path: its hook is a module with a mapping of packages to folders.
-    for name, module in list(sys.modules.items()):
+    # Such a package is not in the search path: its hook's module has a mapping of packages to folders.
+    for finder in sys.meta_path:
+        name = getattr(finder, "__module__", "")
         if not name.startswith("__editable__"):
             continue
-        mapping = getattr(module, "MAPPING", None)
+        mapping = getattr(sys.modules[name], "MAPPING", None)
         if isinstance(mapping, dict):
             yield from map(str, mapping.values())
 
