@@ -173,11 +173,13 @@ def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
             timed_lines += stage_lines
     phases = phase_times(timed_lines)
 
+    components = algorithm_rows(folder)
+
     # Print the table before files are written: the folder of another user's run may not be writable.
-    _print_tables(folder, rows, phases, console)
+    _print_tables(folder, rows, components, phases, console)
     draw_figure(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
     samples = read_stored_samples(folder)
-    sections = _page_sections(folder, run, rows, phases, samples)
+    sections = _page_sections(folder, run, rows, components, phases, samples)
     page.write_page(folder.report, folder.path.resolve().name, sections)
 
     for line in samples.warnings:
@@ -199,6 +201,7 @@ def _page_sections(
     folder: RunFolder,
     run: RunMetrics,
     rows: Sequence[SummaryRow],
+    components: Sequence[tuple[str, str]],
     phases: Sequence[PhaseTime],
     samples: StoredSamples,
 ) -> list[Markup]:
@@ -212,7 +215,6 @@ def _page_sections(
     ]
 
     sections += _health_sections(folder, run.lines)
-    components = algorithm_rows(folder)
     if components:
         sections += [page.heading("Algorithm"), page.table(("", "settings"), components)]
     if phases:
@@ -477,10 +479,14 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
 def _print_tables(
     folder: RunFolder,
     rows: Sequence[SummaryRow],
+    components: Sequence[tuple[str, str]],
     phases: Sequence[PhaseTime],
     out: TextIO | None,
 ) -> None:
-    """Print the report's final table and the times of the phases to ``out``, or standard output for None."""
+    """Print the report's final table, the algorithm and the times of the phases to ``out``.
+
+    None is standard output.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -496,7 +502,6 @@ def _print_tables(
     for row in rows:
         result_table.add_row(*row)
     console.print(result_table)
-    components = algorithm_rows(folder)
     if components:
         algorithm_texts = [components[0][1]]
         for key, component_text in components:
