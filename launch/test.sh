@@ -25,14 +25,16 @@ interpreter() { # version
 # Files in their order: what starts ranks comes last; see Schedule in tests/conftest.py.
 run_tests() { # environment, pytest arguments
     local python="$1/bin/python"; shift
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$python" -m pytest -n 2 --no-loadscope-reorder "$@"
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$python" -m pytest -n "$processes" --no-loadscope-reorder "$@"
 }
 
 whole=no
 if [ $# -eq 0 ]; then whole=yes; fi
 lint=0
+processes=3  # for two cores: a process with ranks waits a tenth of its time
 if [ "${1:-}" = --fast ]; then
     shift
+    processes=2
     # All of tests/distributed starts ranks: its modules need not even be imported.
     set -- -m "not starts_ranks and not slow" --ignore tests/distributed "$@"
 else

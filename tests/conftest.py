@@ -222,23 +222,22 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[DESELECTED] = names
 
 
-LONGEST = "tests/distributed/test_family_commands.py"
-"""File of several minutes, which would leave the other processes idle if it began last."""
+FIRST = tuple(f"tests/distributed/test_{name}.py" for name in ("family_commands", "failures", "servers"))
+"""Files with which the processes begin: one of several minutes, and two that mostly wait."""
 
 
 class Schedule(LoadFileScheduling):
-    """Assignment of test files to processes: the first takes them from the end, others from the start.
+    """Assignment of test files to processes: `FIRST`, then the first process takes them from the end.
 
     Files that start ranks are last, so one of them runs at a time while other files remain, which use the
-    time in which ranks start, write and wait. The first process begins with `LONGEST`.
+    time in which ranks start, write and wait.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        # The first process takes the last file of the queue, which starts ranks.
-        if node is self.nodes[0]:
+        file = next((file for file in FIRST if file in self.workqueue), None)
+        if file is None and node is self.nodes[0]:
             file = next(reversed(self.workqueue))
-            if LONGEST in self.workqueue:
-                file = LONGEST
+        if file is not None:
             self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 
