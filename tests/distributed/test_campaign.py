@@ -39,7 +39,10 @@ def test_what_the_suite_leaves_out_is_a_campaign() -> None:
     name = "test_promises_hold_in_cases_that_a_seed_chooses"
     assert campaign_counts[f"{files[0]}::{name}"] == 2
 
-    collected = run_forked(lambda: sys.exit(pytest.main([*files, "--collect-only", "-q"]))).stdout
+    paths = [str(ROOT / file) for file in files]
+    launch = run_forked(lambda: sys.exit(pytest.main([*paths, "--collect-only", "-q"])))
+    assert launch.returncode == 0, launch.output
+    collected = launch.stdout
     ids = [line for line in collected.splitlines() if "::" in line]
     assert sum(f"::{name}[" in line for line in ids) == 2 and f"{name}[leaks-50-1]" not in collected
     assert f"{sum(campaign_counts.values())} deselected" in collected
