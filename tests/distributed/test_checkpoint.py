@@ -275,7 +275,7 @@ def test_resume(folder: Path, fork: Any, left_out: set[str]) -> None:
     fork(WORKER, 4, folder, "plan4.json", timeout=400)
     fork(WORKER, 1, folder, "plan1.json", timeout=200)
     straight = result(folder, "straight")
-    assert straight["steps"][0]["learning_rate"] != straight["steps"][2]["learning_rate"]
+    assert straight["steps"][0]["learning_rate"] != straight["steps"][-1]["learning_rate"]
     assert straight["steps"][0]["grad_norm"] > 0.1, "clipping must be at work"
 
     same = result(folder, "same")

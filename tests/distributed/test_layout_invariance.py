@@ -55,8 +55,6 @@ PROVIDED: tuple[dict[str, Any], ...] = tuple(
     )
 )
 """Models that a user's own code builds."""
-SUITE_LAYOUTS = 3
-"""Number of layouts in the suite of a family that has layers of its own; `every_layout` has all products."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 10.0, "qwen3-next": 4.0}
@@ -97,19 +95,22 @@ def listed(family: str) -> list[dict[str, Any]]:
 
 
 def suite_cases() -> list[dict[str, Any]]:
-    """Return the cases of the suite: each family takes the layouts that the fewest have taken before it.
+    """Return the cases of the suite: each layout in the family with layers of its own that has the fewest.
 
-    Families without layers of their own are campaign cases.
+    Other families, and all products of sizes in `every_layout`, are campaign cases.
     """
-    taken: Counter[tuple[bool, str]] = Counter()
-    cases = []
+    counts = Counter(dict.fromkeys(LAYERS, 0))
+    cases: dict[tuple[bool, str], list[dict[str, Any]]] = {}
     for family in LAYERS:
-        available = listed(family)
-        by_use = sorted(range(len(available)), key=lambda number: taken[layout_key(available[number])])
-        selected = [available[number] for number in by_use[:SUITE_LAYOUTS]]
-        taken.update(map(layout_key, selected))
-        cases += selected
-    return cases
+        for entry in listed(family):
+            cases.setdefault(layout_key(entry), []).append(entry)
+    selected = []
+    # A layout that few families fit is assigned first.
+    for entries in sorted(cases.values(), key=len):
+        entry = min(entries, key=lambda entry: counts[entry["model"]])
+        counts[entry["model"]] += 1
+        selected.append(entry)
+    return selected
 
 
 def layout_key(entry: Mapping[str, Any]) -> tuple[bool, str]:

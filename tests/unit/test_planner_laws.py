@@ -121,7 +121,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["a100", in_campaign("h100"), in_campaign("h20"), "gb200"])
+@pytest.mark.parametrize("gpu", [*map(in_campaign, ("a100", "h100", "h20")), "gb200"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
     asked = problem("qwen3-32b", 64, gpu, algorithm)
@@ -143,7 +143,7 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
-    ("model", "gpus"), [("qwen2.5-7b", 8), ("qwen2.5-7b", 16), in_campaign("qwen3-32b", 32)]
+    ("model", "gpus"), [in_campaign("qwen2.5-7b", 8), ("qwen2.5-7b", 16), in_campaign("qwen3-32b", 32)]
 )
 def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algorithm: str) -> None:
     searched = replace(problem(model, gpus, algorithm=algorithm), shared_stage_split=True)
@@ -207,7 +207,7 @@ def test_an_open_order_saves_the_wait_for_the_longest_and_computes_caches_anew()
 @pytest.mark.parametrize(
     ("model", "gpus", "algorithm", "most"),
     [
-        ("llama-3-70b", 512, "grpo", 40_000),
+        in_campaign("llama-3-70b", 512, "grpo", 40_000),
         in_campaign("llama-3-70b", 512, "ppo", 40_000),
         in_campaign("deepseek-v3", 1024, "grpo", 40_000),
         ("deepseek-v3", 1024, "ppo", 40_000),

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import training
 
 STEPS_BEFORE = 3
-STEPS_AFTER = 3
+STEPS_AFTER = 2
 """Optimizer steps before and after the checkpoint."""
 STATE = {
     "step": STEPS_BEFORE,
