@@ -54,7 +54,7 @@ if [ "$whole" = yes ] && [ "${OTHER_LEG:-no}" = yes ]; then
         verdict="$verdict; Python $number: NOT RUN, no interpreter python$number"
     else
         VENV="$PWD/$environment" PYTHON="$found" bash launch/setup.sh --dev --cpu &&
-            run_tests "$environment" -m "not starts_ranks" tests/unit &&
+            run_tests "$environment" -n 2 -m "not starts_ranks" tests/unit &&
             run_tests "$environment" -n 0 tests/distributed/test_step.py
         other=$?
         verdict="$verdict; $(versions "$environment"), unit tests and one file of ranks: $([ "$other" -eq 0 ] && echo passed || echo FAILED)"
