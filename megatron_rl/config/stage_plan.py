@@ -75,6 +75,8 @@ _REINFORCEMENT = (
     "mismatch",
     "asynchrony",
     "evaluation",
+    "checkpoint.best",
+    "checkpoint.best_is",
     "sft",
     "preference",
 )

@@ -48,6 +48,13 @@ def test_a_stage_alone_needs_its_section_only(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", SECTIONS)
+def test_a_stage_alone_takes_the_configuration_of_a_run_with_a_best_checkpoint(job: str) -> None:
+    run = f"{ALONE}{STAGES}checkpoint: {{best: eval/held_out/reward, best_is: lowest}}\n"
+    report = check(run, f"job={job}", "rollout.max_response_tokens=8")
+    assert report.errors == () and report.config.checkpoint.best is None
+
+
+@pytest.mark.parametrize("job", SECTIONS)
 def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> None:
     unused = "algorithm: {name: ppo}\nbatch: {prompts_per_step: 4, optimizer_steps: 8}\n"
     Path("alone.yaml").write_text(ALONE + STAGES + unused + "rollout: {max_response_tokens: 8}\n")
