@@ -13,6 +13,7 @@ import pwd
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron_rl.redaction import is_secret
@@ -171,13 +172,20 @@ def is_shared(folder: str) -> bool:
     The parent folders of a home are also shared.
     """
     real_path = os.path.realpath(folder)
-    home_folders = {os.path.realpath(os.path.expanduser("~"))}
-    # In a container the user may have no entry in the user database.
-    with contextlib.suppress(KeyError):
-        home_folders.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
+    home_folders = _home_folders(os.path.expanduser("~"), os.getuid())
     if real_path in _SHARED_FOLDERS or os.path.dirname(real_path) == "/home":
         return True
     return any(home == real_path or home.startswith(f"{real_path}/") for home in home_folders)
+
+
+@cache
+def _home_folders(home: str, user: int) -> frozenset[str]:
+    """Return the real paths of ``home`` and of the user's home in the user database."""
+    home_folders = {os.path.realpath(home)}
+    # In a container the user may have no entry in the user database.
+    with contextlib.suppress(KeyError):
+        home_folders.add(os.path.realpath(pwd.getpwuid(user).pw_dir))
+    return frozenset(home_folders)
 
 
 def resolve_links(path: str) -> tuple[list[tuple[str, str]], str]:
