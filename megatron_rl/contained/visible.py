@@ -291,10 +291,10 @@ def _editable_packages() -> Iterator[str]:
     """Yield the folders of packages that setuptools installed as editable with an import hook."""
     # Such a package is not in the search path: its hook's module has a mapping of packages to folders.
     for finder in sys.meta_path:
-        name = getattr(finder, "__module__", "")
+        name = str(getattr(finder, "__module__", ""))
         if not name.startswith("__editable__"):
             continue
-        mapping = getattr(sys.modules[name], "MAPPING", None)
+        mapping = getattr(sys.modules.get(name), "MAPPING", None)
         if isinstance(mapping, dict):
             yield from map(str, mapping.values())
 
