@@ -172,7 +172,6 @@ def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
         for stage_lines in run.stages.values():
             timed_lines += stage_lines
     phases = phase_times(timed_lines)
-
     components = algorithm_rows(folder)
 
     # Print the table before files are written: the folder of another user's run may not be writable.

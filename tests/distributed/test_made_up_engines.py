@@ -29,7 +29,7 @@ pytestmark = pytest.mark.starts_ranks
 
 
 CAPABILITIES = {"prefix": "in_process=True, partial=True", "letters": ""}
-"""Engine -> its line in the table: one in the ranks, and one behind a server."""
+"""Engine -> its capabilities in the table: one engine in the ranks, and one behind a server."""
 
 
 def add_engine(package: Path, name: str, capabilities: str) -> None:
