@@ -10,6 +10,7 @@ from megatron_rl.config.checkpoint_meta import META, complete_checkpoints, is_ch
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
+from megatron_rl.imports import import_libraries
 from megatron_rl.launcher import current_launch
 
 
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     # Import only after the check: the module imports torch, Megatron-Core and the engine.
-    from megatron_rl.trainer.offline import evaluate_checkpoints
+    with import_libraries():
+        from megatron_rl.trainer.offline import evaluate_checkpoints
 
     evaluate_checkpoints(config, checkpoint_paths, trusted=arguments.trust)
     return 0

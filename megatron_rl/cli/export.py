@@ -11,6 +11,7 @@ from megatron_rl.cli.common import require_directory
 from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import META, is_checkpoint
 from megatron_rl.errors import UserError
+from megatron_rl.imports import import_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     # Import only after the checks: the module imports torch and Megatron-Core.
-    from megatron_rl.trainer.offline import export_checkpoint
+    with import_libraries():
+        from megatron_rl.trainer.offline import export_checkpoint
 
     # Hide deprecation warnings of torch and Megatron-Core, about which the user can do nothing.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -17,6 +17,7 @@ from megatron_rl.config.checkpoint_meta import is_checkpoint, latest_checkpoint
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.sections.schedules import token_schedule
+from megatron_rl.imports import import_libraries
 
 HOST_MEMORY = "0.25"
 """Fraction of the host's memory that a server without a GPU may use; other programs need the rest."""
@@ -92,7 +93,8 @@ def find_or_export_model(source: Path, *, trusted: bool = False) -> Path:
     # Export next to the checkpoints, not into one: a run deletes its old checkpoints.
     out = checkpoint.parent.parent / "exports" / checkpoint.name
     if not (out / "config.json").is_file():
-        from megatron_rl.trainer.offline import export_checkpoint
+        with import_libraries():
+            from megatron_rl.trainer.offline import export_checkpoint
 
         print(f"exporting {checkpoint} to {out}", flush=True)
         export_checkpoint(checkpoint, out, trusted=trusted)

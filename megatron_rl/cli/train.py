@@ -9,6 +9,7 @@ from megatron_rl.cli.check_text import summary_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import numbered_lines
+from megatron_rl.imports import import_libraries
 from megatron_rl.launcher import current_launch, process_rank, watch_launcher
 from megatron_rl.trainer.logging import redirect_output
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Import only after the check, since the import is slow. The libraries' output goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
-    with redirect_output(log, is_main=False):
+    with redirect_output(log, is_main=False), import_libraries():
         from megatron_rl.trainer import run as trainer
 
     trainer.run(config, report.explicit_keys())

@@ -1,0 +1,29 @@
+"""Import of large libraries without garbage collections."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megatron_rl.imports import import_libraries
+
+
+def test_nothing_is_collected_inside_and_what_exists_is_not_visited_after() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ModuleNotFoundError), import_libraries():
+        assert not gc.isenabled()
+        kept = [[] for _ in range(100)]
+        raise ModuleNotFoundError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_a_process_that_does_not_collect_stays_so() -> None:
+    gc.disable()
+    try:
+        with import_libraries():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
