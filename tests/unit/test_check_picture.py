@@ -37,6 +37,7 @@ def texts(picture: ElementTree.Element) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_a_job_of_any_size_is_drawn_with_its_replicas_collapsed(tmp_path: Path) -> None:
     picture = drawn(tmp_path / "large.svg", "configs/bench/deepseek-v3-1024gpu.yaml")
     shown = texts(picture)

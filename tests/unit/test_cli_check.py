@@ -168,6 +168,7 @@ ON_H100 = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.usefixtures("forked_trials")
 def test_check_on_a_gpu_does_not_depend_on_this_machine(
     installed: bool, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +344,7 @@ def test_each_recipe_of_a_published_model_fits_its_gpus(
         pytest.param("configs/bench/deepseek-v3-1024gpu.yaml", 178, 6, marks=pytest.mark.campaign),
     ],
 )
+@pytest.mark.usefixtures("forked_trials")
 def test_process_groups_are_counted(
     name: str,
     total: int,

@@ -90,6 +90,7 @@ def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paths", [BENCH[::4], pytest.param(BENCH, marks=pytest.mark.campaign)])
+@pytest.mark.usefixtures("forked_trials")
 def test_every_size_is_simulated(
     throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any, paths: list[Path]
 ) -> None:
@@ -112,6 +113,7 @@ def test_every_size_is_simulated(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_simulation_follows_overrides_and_names_what_is_missing(
     throughput: Any, monkeypatch: Any, capsys: Any
 ) -> None:

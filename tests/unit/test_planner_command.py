@@ -83,6 +83,7 @@ def checked(path: Path):
         ),
     ],
 )
+@pytest.mark.usefixtures("forked_trials")
 def test_every_written_plan_passes_check(tmp_path, words) -> None:
     out = tmp_path / "plan.yaml"
     parser = argparse.ArgumentParser()
@@ -183,6 +184,7 @@ def test_plan_and_check_print_the_same_words(tmp_path, capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

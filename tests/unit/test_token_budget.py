@@ -68,6 +68,7 @@ def test_the_estimate_fills_the_target_and_no_more(workspace):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_ranks_that_reduce_gradients_at_the_end_can_repeat_a_pass(workspace):
     def ddp(*overrides: str) -> dict[str, object]:
         report = checked("batch.memory_target=0.9", "gpu=h100", "actor.layout.pipeline=1", *overrides)
