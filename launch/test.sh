@@ -31,10 +31,9 @@ run_tests() { # environment, pytest arguments
 whole=no
 if [ $# -eq 0 ]; then whole=yes; fi
 lint=0
-processes=3  # for two cores: a process with ranks waits a tenth of its time
+processes=3  # for two cores: a process waits a tenth of its time
 if [ "${1:-}" = --fast ]; then
     shift
-    processes=2
     # All of tests/distributed starts ranks: its modules need not even be imported.
     set -- -m "not starts_ranks and not slow" --ignore tests/distributed "$@"
 else
