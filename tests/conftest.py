@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ from megatron_rl.check.model import megatron_settings
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained import process as contained_process
 from megatron_rl.errors import UserError
+from megatron_rl.imports import import_libraries
 from tests import browser, nccl_rules
 from tests import rank_server as rank_server_module
 from tests.contained_server import forking
@@ -176,6 +178,13 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 """Fixtures that start ranks; tests that use them get the mark ``starts_ranks``."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect the tests without garbage collections, which would visit them all in vain."""
+    with import_libraries():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks: tests/distributed, and all users of the fixtures above.
@@ -184,9 +193,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marker ``campaign`` are deselected unless ``-m`` names it, see tests/campaign/matrices.py. Without a
     browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
+    distributed = str(ROOT / "tests/distributed") + os.sep
     for item in items:
         starts_ranks = STARTS_RANKS & set(getattr(item, "fixturenames", ()))
-        if starts_ranks or item.path.is_relative_to(ROOT / "tests/distributed"):
+        if starts_ranks or str(item.path).startswith(distributed):
             item.add_marker("starts_ranks")
 
     if "campaign" not in config.option.markexpr:
@@ -364,14 +374,26 @@ def fork(rank_server: RankServer) -> Callable[..., Launch]:
 
 @pytest.fixture(scope="session")
 def rank_server(tmp_path_factory, trial_server: list[str], contained_server: str) -> Iterator[RankServer]:
-    """Server process from which ranks are forked; so are their contained processes and `check`'s trials."""
-    servers = {
-        rank_server_module.TRIAL_COMMAND: shlex.join(trial_server),
-        rank_server_module.CONTAINED_SERVER: contained_server,
-    }
-    server = RankServer(tmp_path_factory.mktemp("rank_server"), environment=servers)
+    """Server process from which ranks are forked."""
+    folder = tmp_path_factory.getbasetemp()
+    # Workers of xdist have folders in a common one; the first to need the libraries imports them for all.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    server = RankServer(
+        tmp_path_factory.mktemp("rank_server"),
+        environment=other_servers(trial_server, contained_server),
+        address=folder / "rank_server",
+    )
     yield server
     server.close()
+
+
+def other_servers(trial_command: list[str], contained_address: str) -> dict[str, str]:
+    """Return the variables with which contained processes of ranks and `check`'s trials are forked, too."""
+    return {
+        rank_server_module.TRIAL_COMMAND: shlex.join(trial_command),
+        rank_server_module.CONTAINED_SERVER: contained_address,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -381,10 +403,7 @@ def fork_fused(tmp_path_factory, contained_server: str) -> Iterator[Callable[...
     These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
     """
     with serve_trials(tmp_path_factory.mktemp("fused_trials"), STANDIN) as command:
-        variables = COMPILED | {
-            rank_server_module.TRIAL_COMMAND: shlex.join(command),
-            rank_server_module.CONTAINED_SERVER: contained_server,
-        }
+        variables = COMPILED | other_servers(command, contained_server)
         server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=variables)
         yield Launcher(server.launch)
         server.close()
@@ -425,15 +444,27 @@ class RankServer:
     """Client of ``rank_server.py``, which starts with the first launch.
 
     ``packages`` are additional folders on the ranks' PYTHONPATH, and ``environment`` has variables that
-    libraries read when they are imported; a launch's own come too late for these. The ranks' communication is
-    checked against the rules of NCCL; see ``nccl_rules.py``.
+    libraries read when they are imported; a launch's own come too late for these. Clients with one
+    ``address`` share the process that imports, which then has the variables of the first. The ranks'
+    communication is checked against the rules of NCCL; see ``nccl_rules.py``.
     """
 
-    def __init__(self, folder: Path, *packages: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *packages: Path,
+        environment: Mapping[str, str] | None = None,
+        address: Path | None = None,
+    ) -> None:
         self._folder = folder
-        self._environment = launch_environment(*packages) | UNCOMPILED | dict(environment or {})
+        self._address = address or folder / "socket"
+        self._own_environment = dict(environment or {})
+        self._environment = launch_environment(*packages) | UNCOMPILED | self._own_environment
         self._launches = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._importer: subprocess.Popen[bytes] | None = None
+        self.process_id = 0
+        """Process ID of the server, the parent of the ranks' supervisor, once a launch has been made."""
 
     def launch(
         self,
@@ -445,18 +476,11 @@ class RankServer:
         env: dict[str, str],
     ) -> Launch:
         """Run one launch and return its result."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/rank_server.py")],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,  # select does not see data in Python's buffer
-            )
-
-        server = self._process
-        assert server.stdin is not None and server.stdout is not None
+        if self._connection is None:
+            self._connection = self._connect()
+            self._connection.sendall(json.dumps(self._own_environment).encode() + b"\n")
+            self.process_id = self._read_number()
+        connection = self._connection
 
         # Each launch has files of its own: a late rank must not write into the next launch's files.
         self._launches += 1
@@ -480,17 +504,17 @@ class RankServer:
         }
 
         # The server replies with the supervisor's process id at once, and with the exit code at the end.
-        server.stdin.write(json.dumps(order).encode() + b"\n")
-        watcher = int(server.stdout.readline())
+        connection.sendall(json.dumps(order).encode() + b"\n")
+        watcher = self._read_number()
 
         late = True
         try:
-            late = not select.select([server.stdout], [], [], timeout)[0]
+            late = not select.select([connection], [], [], timeout)[0]
         finally:
             # Also if the test itself is interrupted: the next launch must not read this one's result.
             if late:
                 _end_processes(watcher)
-            code = int(server.stdout.readline())
+            code = self._read_number()
 
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
@@ -503,11 +527,37 @@ class RankServer:
             pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
 
-    @property
-    def process_id(self) -> int:
-        """Process ID of the server, the parent of the ranks' supervisor; a launch must have been made."""
-        assert self._process is not None
-        return self._process.pid
+    def _connect(self) -> socket.socket:
+        """Connect to the process that imports; start it if there is none."""
+        connection = socket.socket(socket.AF_UNIX)
+        with open(f"{self._address}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # It ends with the client that started it, and leaves its socket.
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                connection.connect(str(self._address))
+                return connection
+
+            self._address.unlink(missing_ok=True)
+            self._importer = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/rank_server.py"), str(self._address)],
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert self._importer.stdout is not None
+            assert self._importer.stdout.readline() == b"ready\n"
+            connection.connect(str(self._address))
+        return connection
+
+    def _read_number(self) -> int:
+        """Read a line with a number from the server."""
+        assert self._connection is not None
+        line = b""
+        # Byte by byte: select does not see what a buffer has read.
+        while not line.endswith(b"\n"):
+            line += self._connection.recv(1) or pytest.fail("the server of ranks has ended")
+        return int(line)
 
     def __enter__(self) -> Launcher:
         self._folder.mkdir(exist_ok=True)
@@ -517,7 +567,9 @@ class RankServer:
         self.close()
 
     def close(self) -> None:
-        """Stop the server."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
+        """Stop the server, and the process that imports if it was started here."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._importer is not None and self._importer.stdin is not None:
+            self._importer.stdin.close()
+            self._importer.wait()

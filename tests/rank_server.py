@@ -3,8 +3,10 @@
 Importing torch, Megatron-Core, transformers and vLLM takes ten seconds of processor time per rank, which is
 most of a test on tiny models. Ranks are processes of their own with the environment that torchrun sets.
 
-``python rank_server.py`` reads one launch per line of standard input, as JSON, and prints two lines for each:
-the identifier of the process that supervises the ranks, and its exit code.
+``python rank_server.py SOCKET`` imports, then forks a server for each client of the socket until its standard
+input is closed. A client sends lines of JSON: the server's environment, answered with the server's process
+number, then launches. Each launch is answered with two lines: the number of the process that supervises the
+ranks, and its exit code. A server ends with its connection.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import io
 import json
 import os
 import runpy
+import select
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -57,48 +61,76 @@ TRIAL_COMMAND = "TRIAL_COMMAND"
 """Variable with the command of a trial, such as one that asks ``trial_server.py``."""
 CONTAINED_SERVER = "CONTAINED_SERVER"
 """Variable with the socket of ``contained_server.py``, from which contained processes are forked."""
+CACHE = "HF_HUB_CACHE"
+"""Variable of a launch with the folder of its downloads, which huggingface_hub reads when it is imported."""
 EAGER = "EAGER"
 """Variable of a launch whose ranks execute eagerly what they would otherwise compile."""
 PATIENCE = 30.0
 """Seconds between SIGTERM to the remaining ranks and SIGKILL, after one rank failed."""
 
 
-def main() -> None:
-    """Import the libraries, then serve launches until standard input ends."""
+def main(address: str) -> None:
+    """Import the libraries, then fork servers until standard input is closed."""
     preload()
-    while line := sys.stdin.readline():
-        launch = json.loads(line)
-        process = os.fork()
-        if process == 0:
-            watch(launch)
-        print(process, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        print("ready", flush=True)
+        # The kernel reaps the servers, for which nothing waits.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            connection = listener.accept()[0]
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (0, 1):
+                    os.dup2(connection.fileno(), descriptor)
+                connection.close()
+                serve()
+            connection.close()
 
 
-def preload() -> None:
-    """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
+def serve() -> NoReturn:
+    """Serve the launches of one client, which is connected to standard input and output."""
     from megatron_rl.check.model import megatron_settings
     from megatron_rl.contained import process
-    from megatron_rl.distributed import device
-    from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
     from tests.contained_server import forking
 
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start a thread
-    device.prepare_megatron()
-    prepare_vllm()
-    for name in IMPORTED:
-        importlib.import_module(name)
-
+    os.environ.update(json.loads(sys.stdin.readline()))
     if command := os.environ.get(TRIAL_COMMAND):
         megatron_settings.TRIAL_COMMAND = shlex.split(command)
     if address := os.environ.get(CONTAINED_SERVER):
         setattr(process, "start_process", forking(address))
-    prepare_engines()
-    draw_once()
 
-    # Without this, a rank's collections would visit, and so copy, the memory of all imported modules.
-    gc.freeze()
-    # vLLM collects several times per engine and unfreezes when an engine closes, which would undo it.
+    print(os.getpid(), flush=True)
+    while line := sys.stdin.readline():
+        launch = json.loads(line)
+        supervisor = os.fork()
+        if supervisor == 0:
+            watch(launch)
+        print(supervisor, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]), flush=True)
+    os._exit(0)
+
+
+def preload() -> None:
+    """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
+    from megatron_rl.imports import import_libraries
+
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start a thread
+    with import_libraries():
+        from megatron_rl.distributed import device
+        from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
+
+        device.prepare_megatron()
+        prepare_vllm()
+        for name in IMPORTED:
+            importlib.import_module(name)
+        prepare_engines()
+        draw_once()
+
+    # vLLM collects several times per engine and unfreezes when an engine closes: a rank's collections would
+    # visit, and so copy, the memory of all imported modules.
     setattr(gc, "freeze", lambda: None)
     setattr(gc, "unfreeze", lambda: None)
     threads = len(os.listdir("/proc/self/task"))
@@ -199,6 +231,8 @@ def work(launch: dict, rank: int) -> None:
     }
     os.environ.update(names | launch["environment"])
 
+    if cache := launch["environment"].get(CACHE):
+        setattr(importlib.import_module("huggingface_hub").constants, CACHE, cache)
     if launch["environment"].get(EAGER):
         importlib.import_module("torch").compiler.set_stance("force_eager")
 
@@ -243,4 +277,4 @@ def become(command: list[str], *, module: bool) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

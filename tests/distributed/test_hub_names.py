@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.hf.files import write_index
-from tests.conftest import Launch, Launcher, RankServer, free_port
+from tests.conftest import Launch, Launcher, RankServer, free_port, other_servers
 from tests.hub_server import COMMIT, hub
+from tests.rank_server import CACHE
 
 
 @pytest.fixture
@@ -65,26 +67,25 @@ def cache(shared_cache: Path) -> Iterator[Path]:
     shutil.rmtree(shared_cache, ignore_errors=True)
 
 
-def machine(folder: Path, shared_cache: Path, address: str | None) -> RankServer:
-    """Return a server of ranks on a machine that reaches the Hub at ``address``, or none.
-
-    huggingface_hub reads these variables when it is imported: a machine has a process of its own.
-    """
-    variables = {
-        "HF_ENDPOINT": address or "http://127.0.0.1:9",
-        "HF_HUB_CACHE": str(shared_cache),
-        "HF_HUB_OFFLINE": "1" if address is None else "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    return RankServer(folder, environment=variables)
-
-
 @pytest.fixture(scope="module")
 def online_server(
-    tmp_path_factory: pytest.TempPathFactory, shared_cache: Path, port: int
+    tmp_path_factory: pytest.TempPathFactory,
+    shared_cache: Path,
+    port: int,
+    trial_server: list[str],
+    contained_server: str,
 ) -> Iterator[RankServer]:
-    """Yield a server of ranks that reach the Hub."""
-    server = machine(tmp_path_factory.mktemp("online"), shared_cache, f"http://127.0.0.1:{port}")
+    """Yield a server of ranks that reach the Hub.
+
+    huggingface_hub reads these variables when it is imported, so this machine has a process of its own.
+    """
+    variables = other_servers(trial_server, contained_server) | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HUB_CACHE": str(shared_cache),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    server = RankServer(tmp_path_factory.mktemp("online"), environment=variables)
     yield server
     server.close()
 
@@ -95,19 +96,23 @@ def online(online_server: RankServer) -> Launcher:
     return Launcher(online_server.launch)
 
 
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Launcher]:
-    """Yield the launcher of ranks that have the same downloads and no network."""
-    with machine(tmp_path_factory.mktemp("offline"), shared_cache, None) as fork:
-        yield fork
+@pytest.fixture
+def offline(fork: Launcher, shared_cache: Path) -> Callable[..., Launch]:
+    """Return the launcher of ranks that have the same downloads and no network."""
+    return partial(fork, env={CACHE: str(shared_cache)})
 
 
-def check(fork: Launcher, config: Path) -> Launch:
+def check(fork: Callable[..., Launch], config: Path) -> Launch:
     return fork("megatron_rl", 1, "check", config, "--world-size", 2, module=True, check=False)
 
 
 def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
-    repositories: Path, tmp_path: Path, port: int, online: Launcher, offline: Launcher, cache: Path
+    repositories: Path,
+    tmp_path: Path,
+    port: int,
+    online: Launcher,
+    offline: Callable[..., Launch],
+    cache: Path,
 ) -> None:
     config = write_config(tmp_path)
     with hub(repositories, port) as server:
@@ -148,7 +153,7 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
     port: int,
     online: Launcher,
     online_server: RankServer,
-    offline: Launcher,
+    offline: Callable[..., Launch],
     cache: Path,
 ) -> None:
     # A model of two files with an index, and training data of two files.
@@ -196,7 +201,7 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
 
 
 def test_without_a_network_the_command_that_downloads_is_named(
-    tmp_path: Path, offline: Launcher, cache: Path
+    tmp_path: Path, offline: Callable[..., Launch], cache: Path
 ) -> None:
     config = write_config(tmp_path)
     found = check(offline, config)
