@@ -15,6 +15,8 @@ def import_libraries() -> Iterator[None]:
     the time of the imports. After the block no collection visits them, nor anything else that exists by then.
     """
     was_enabled = gc.isenabled()
+    # What is garbage by now would otherwise keep its memory, also that of a device.
+    gc.collect()
     gc.disable()
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -27,3 +28,16 @@ def test_a_process_that_does_not_collect_stays_so() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_garbage_from_before_keeps_no_memory() -> None:
+    class Cycle:
+        """An object that refers to itself, which only a collection frees."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    freed = weakref.ref(Cycle())
+    with import_libraries():
+        pass
+    assert freed() is None
