@@ -270,7 +270,8 @@ def environment() -> Iterator[None]:
 def contained_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a process from which contained processes are forked; yield the path of its socket."""
     address = str(tmp_path_factory.mktemp("contained") / "socket")
-    with _serve([sys.executable, "-P", str(ROOT / "tests/contained_server.py"), address]):
+    command = [sys.executable, "-P", str(ROOT / "tests/contained_server.py"), address]
+    with _serve(command, launch_environment()):
         yield address
 
 
@@ -295,17 +296,18 @@ def serve_trials(folder: Path, *packages: Path) -> Iterator[list[str]]:
     """Start a server of trials with ``packages`` on its PYTHONPATH; yield the command of a trial."""
     server = str(ROOT / "tests/trial_server.py")
     address = str(folder / "socket")
-    with _serve([sys.executable, server, "serve", address], *packages):
+    with _serve([sys.executable, server, "serve", address], launch_environment(*packages)):
         # Without `site`: the client needs the standard library alone, and starts at once.
         yield [sys.executable, "-S", server, "ask", address]
 
 
 @contextlib.contextmanager
-def _serve(command: list[str], *packages: Path) -> Iterator[None]:
+def _serve(command: list[str], environment: dict[str, str]) -> Iterator[None]:
     """Start a server that prints a line when its socket accepts connections; it ends with its input."""
     process = subprocess.Popen(
         command,
-        env=launch_environment(*packages),
+        cwd=ROOT,
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -462,7 +464,7 @@ class RankServer:
         self._environment = launch_environment(*packages) | UNCOMPILED | self._own_environment
         self._launches = 0
         self._connection: socket.socket | None = None
-        self._importer: subprocess.Popen[bytes] | None = None
+        self._importer = contextlib.ExitStack()
         self.process_id = 0
         """Process ID of the server, the parent of the ranks' supervisor, once a launch has been made."""
 
@@ -538,15 +540,8 @@ class RankServer:
                 return connection
 
             self._address.unlink(missing_ok=True)
-            self._importer = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/rank_server.py"), str(self._address)],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            assert self._importer.stdout is not None
-            assert self._importer.stdout.readline() == b"ready\n"
+            command = [sys.executable, str(ROOT / "tests/rank_server.py"), str(self._address)]
+            self._importer.enter_context(_serve(command, self._environment))
             connection.connect(str(self._address))
         return connection
 
@@ -570,6 +565,4 @@ class RankServer:
         """Stop the server, and the process that imports if it was started here."""
         if self._connection is not None:
             self._connection.close()
-        if self._importer is not None and self._importer.stdin is not None:
-            self._importer.stdin.close()
-            self._importer.wait()
+        self._importer.close()

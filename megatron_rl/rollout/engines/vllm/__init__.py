@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.imports import import_libraries
 from megatron_rl.rollout.engines.base import Engine, ToolParser
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -24,11 +23,10 @@ def make_engine(
     **arguments: Any,
 ) -> Engine | None:
     """See `rollout.engines.base.make_engine`. Collective over the world, to make the process groups."""
-    with import_libraries():
-        from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-        from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
+    from megatron_rl.rollout.engines.vllm.engine import VllmEngine
+    from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
 
-        prepare_vllm()
+    prepare_vllm()
     # Call it on ranks outside the layout, too: the creation of a process group is collective over the world.
     create_layout_groups(layout)
     if rank not in layout.ranks:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator, create_communicators
+from megatron_rl.imports import import_libraries
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import engine_config, read_config
@@ -74,18 +75,19 @@ def prepare_vllm() -> None:
     # vLLM looks up torch's deprecated `reduce_op`.
     warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)
     set_num_threads = torch.set_num_threads
-    import vllm
+    with import_libraries():
+        import vllm
 
-    _preserve_process_groups()
-    _inspect_models_in_process()
-    _name_shared_memory_by_job()
-    _omit_message_queues()
-    _choose_experts_without_adapters()
-    if device.on_host():
-        # The import replaces the streams and events of `torch.cuda`: restore this package's replacements.
-        with device.preserve_stream_stand_ins():
-            import vllm.v1.worker.cpu.shm  # noqa: F401
-    keep_weights_writable()
+        _preserve_process_groups()
+        _inspect_models_in_process()
+        _name_shared_memory_by_job()
+        _omit_message_queues()
+        _choose_experts_without_adapters()
+        if device.on_host():
+            # The import replaces the streams and events of `torch.cuda`: restore this package's replacements.
+            with device.preserve_stream_stand_ins():
+                import vllm.v1.worker.cpu.shm  # noqa: F401
+        keep_weights_writable()
 
     # vLLM's CPU code replaces `torch.set_num_threads`, which the trainer still needs: restore it.
     torch.set_num_threads = set_num_threads
